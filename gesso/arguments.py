@@ -145,7 +145,6 @@ def _sample(subparsers: Any) -> None:
     sample.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     sample.add_argument(
         "--image",
-        type=Path,
         action="append",
         default=[],
         metavar="FILE",

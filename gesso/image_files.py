@@ -13,6 +13,17 @@ if TYPE_CHECKING:
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are accepted. Pillow supports more, some of which run external programs."""
+OTHER_FORMATS = {
+    "AVIF": (4, b"ftypavi"),
+    "HEIC": (4, b"ftyphei"),
+    "HEIF": (4, b"ftypmif1"),
+    "JPEG XL": (4, b"JXL "),
+    "JPEG 2000": (4, b"jP  "),
+    "PSD": (0, b"8BPS"),
+    "PDF": (0, b"%PDF"),
+    "SVG": (0, b"<svg"),
+}
+"""Formats that are not accepted → offset and bytes by which they are recognised."""
 MAX_PIXELS = 2**26  # 8192 × 8192; a decompression bomb of a few kilobytes has more
 WHITE = (255, 255, 255, 255)
 ON_THEIR_SIDE = (5, 6, 7, 8)  # EXIF orientations that swap height and width
@@ -75,7 +86,7 @@ def _opened(source: str | bytes) -> Image:
             image = Image.open(file, formats=IMAGE_FORMATS)
         except UnidentifiedImageError:
             raise ImageFault(
-                f"is not an image; expected one of {', '.join(IMAGE_FORMATS)}"
+                f"{_other_format(source)}; expected one of {', '.join(IMAGE_FORMATS)}"
             ) from None
         except Image.DecompressionBombError:  # Pillow's own limit, which is higher
             raise ImageFault(f"has more than {MAX_PIXELS:,} pixels; resize it") from None
@@ -84,6 +95,16 @@ def _opened(source: str | bytes) -> Image:
         size = f"{image.width}×{image.height}"
         raise ImageFault(f"has {size} pixels, more than {MAX_PIXELS:,}; resize it")
     return image
+
+
+def _other_format(source: str | bytes) -> str:
+    if isinstance(source, str):
+        with open(source, "rb") as file:
+            source = file.read(16)
+    for name, (offset, magic) in OTHER_FORMATS.items():
+        if source[offset:].startswith(magic):
+            return f"is {name}, which is not supported"
+    return "is not an image" if source else "is empty"
 
 
 @contextmanager

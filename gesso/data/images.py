@@ -96,6 +96,8 @@ def _from_text(text: str, folder: Path | None) -> PromptImage:
         raise InvalidRow(f"expected a path or base64, got {short(text)}")
     subfolders = "/ or ".join(SUBFOLDERS)
     searched = f" in {folder}, its folder {subfolders}/ or the working directory" if folder else ""
+    if os.path.isdir(os.path.expanduser(paths[0])):
+        raise InvalidRow(f"{text!r} is a folder; expected a file")
     raise InvalidRow(f"no such file {text!r}{searched}")
 
 

@@ -33,7 +33,7 @@ FILES = (PNG, ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avi", ".m4v",
 class SampleRequest:
     prompts: Sequence[str] = ()
     file: Path | None = None  # with more prompts
-    images: Sequence[Path] = ()  # input images of each of `prompts`
+    images: Sequence[str] = ()  # files: input images of each of `prompts`
     n: int = 1
     seed: int = 0
     rewards: Sequence[str] = ()
@@ -80,10 +80,12 @@ def sample_all(
     try:
         if rewards is not None:
             check_groups(rewards, request.n)
-        for source in sources:
+        typed = [_typed(request, source.recipe) for source in sources]  # errors come before loading
+        for source, prompts in zip(sources, typed, strict=True):
             loaded = open_to_sample(source, progress, few=request.file is None)
             try:
-                results.append(_sample(loaded, request, rewards, progress))
+                prompts += _from_file(loaded, request, progress)
+                results.append(_sample(loaded, request, prompts, rewards, progress))
             finally:
                 loaded.close()
             del loaded
@@ -97,10 +99,10 @@ def sample_all(
 def _sample(
     loaded: SampledModel,
     request: SampleRequest,
+    prompts: Sequence[Prompt],
     rewards: assembly.Rewards | None,
     progress: Progress,
 ) -> ModelSamples:
-    prompts = _prompts(loaded, request, progress)
     row = [i for i in range(len(prompts)) for _ in range(request.n)]
     seeds = sample_seeds(request.seed, request.n) * len(prompts)
     scores: list[Score] = []
@@ -113,17 +115,20 @@ def _sample(
     return ModelSamples(loaded.source, loaded.gives_text, request.n, request.seed, samples, scores)
 
 
-def _prompts(loaded: SampledModel, request: SampleRequest, progress: Progress) -> list[Prompt]:
-    prompts = [loaded.ask(text, request.images) for text in request.prompts]
+def _typed(request: SampleRequest, recipe: AnyRecipe) -> list[Prompt]:
+    return [data.typed_prompt(text, request.images, recipe.data) for text in request.prompts]
+
+
+def _from_file(loaded: SampledModel, request: SampleRequest, progress: Progress) -> list[Prompt]:
     if request.file is None:
-        return prompts
+        return []
     source = DataSource(path=str(request.file))
     form = ChatFormat.of(loaded.recipe.data)
     more, report = data.from_sources([source], form, lambda prompt: None)
     more = loaded.fitting(more, source.path, report)
     for note in report.notes:
         progress.note(note)
-    return prompts + more
+    return more
 
 
 def save(results: Sequence[ModelSamples], out: Path) -> dict[tuple[str, int, int], Path]:

@@ -90,6 +90,10 @@ def truncated() -> PromptImage:
     "image, sentence",
     [
         (PromptImage(data=b"hello"), "the image of 5 bytes is not an image; expected one of PNG"),
+        (
+            PromptImage(data=b"\0\0\0 ftypavif"),
+            "is AVIF, which is not supported; expected one of PNG",
+        ),
         (PromptImage(path="/no/such.png"), "^/no/such.png cannot be read: No such file"),
         (PromptImage(path="/"), "^/ cannot be read: Is a directory$"),
         (truncated(), "cannot be decoded: .*truncated"),

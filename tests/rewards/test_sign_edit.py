@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from gesso.rewards import assembly, base
-from gesso.types import Prompt, Sample, Score
+from gesso.types import Prompt, PromptImage, Sample, Score
 from gesso.zoo.edits import PITCH, recolour, reword
 from tools.zoo.render import draw
 
@@ -32,12 +34,26 @@ def test_both_the_colour_and_the_word_must_be_right(text: str) -> None:
     assert misspelt.parts == {"colour": 1, "word": 0, "exact": 0}
 
 
+@pytest.mark.parametrize("text", [recolour("green"), reword("KITE")])
+def test_without_columns_what_must_stay_is_read_from_the_input_image(
+    text: str, tmp_path: Path
+) -> None:
+    """As in the playground and for `gesso sample`."""
+    source = tmp_path / "oven.png"
+    Image.fromarray(draw("OVEN", "red", random.Random(1), pitch=PITCH)).save(source)
+    prompt = Prompt(text, images=(PromptImage(str(source)),))
+    word, colour = ("OVEN", "green") if text == recolour("green") else ("KITE", "red")
+    assert scored(word, colour, prompt).parts == {"colour": 1, "word": 1, "exact": 1}
+    assert scored("OVEN", "red", prompt).parts["exact"] == 0
+    assert scored("KITE", "green", prompt).parts["exact"] == 0
+
+
 @pytest.mark.parametrize(
     "columns", [{}, {"target": "KITE"}, {"colour": "red"}, {"target": "KITE", "colour": "pink"}]
 )
 def test_rows_without_a_description_of_the_result_are_unfit(columns: dict[str, str]) -> None:
     reward = base.load(assembly.REWARDS["sign-edit"], {})
-    prompt = Prompt(recolour("red"), columns=columns)
+    prompt = Prompt("paint it", columns=columns)
     problem = reward.unfit(prompt)
     assert str(problem).startswith(
         'expected the columns "target", a word, and "colour", one of red,'

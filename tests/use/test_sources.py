@@ -284,6 +284,12 @@ def test_options_of_the_other_family(
     assert "the prompt: expected no input images, got 1: this model generates from text alone" in (
         said(run, "oak", "--image", tmp_path / "x.png")
     )
+    for image, why in (
+        ("https://x.org/a.png", "'https://x.org/a.png' is a URL, which a run does not download"),
+        ("", "expected a path, bytes or base64, got ''"),
+        (tmp_path, f"'{tmp_path}' is a folder; expected a file"),
+    ):
+        assert f"the prompt: image 1 of 1: {why}" in said("demo-edit", "make it", "--image", image)
     assert "expects a prompt, or --prompts FILE" in said(run)
     assert "--n from 1 to 1,000,000, got 0" in said(run, "oak", "--n", "0")
     assert '"steps" = 0 is not valid' in said(run, "oak", "--steps", "0")

@@ -10,7 +10,7 @@ must contain `red sign` or the like, with one of the eight colours. No dependenc
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -77,11 +77,15 @@ def target_colour(prompt: Prompt) -> str | None:
 
 def colour_score(image: np.ndarray, target: str) -> Score:
     shares = colour_shares(image)
-    dominant = max(shares, key=shares.__getitem__)
+    dominant = most_frequent(shares)
     board = {name: s for name, s in shares.items() if name == dominant or name not in _LETTERS}
     value = board.get(target, 0.0) / sum(board.values())
     details = {"right": float(dominant == target), "share": shares[target]}
     return Score(value, details, dominant)
+
+
+def most_frequent(shares: Mapping[str, float]) -> str:
+    return max(shares, key=shares.__getitem__)
 
 
 def colour_shares(image: np.ndarray) -> dict[str, float]:

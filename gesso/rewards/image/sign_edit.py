@@ -3,31 +3,44 @@ editing task.
 
 value = share of the colour (as `sign-colour`) × spelling of the word (as `ocr`, without detection);
 range [0, 1]. An instruction changes one of the two, and the other must stay: the columns `colour`
-and `target` describe the whole result. Requires the extra `ocr`.
+and `target` describe the whole result. Without them the instruction says what changes, and the
+input image what stays. Requires the extra `ocr`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from gesso.config import Strict
-from gesso.rewards.image.ocr import Ocr, spelling_score
-from gesso.rewards.image.sign_colour import NAMES, colour_score
+from gesso.rewards.edits import source
+from gesso.rewards.image.ocr import Ocr, spelling_score, target_of
+from gesso.rewards.image.sign_colour import (
+    NAMES,
+    colour_score,
+    colour_shares,
+    most_frequent,
+    target_colour,
+)
 from gesso.types import Prompt, Sample, Score
 
 
 class SignEdit(Strict):
-    """`sign-colour` times `ocr`, for the columns `colour` and `target` of the row: the colour and
-    the word of the edited sign. For the bundled editing model. Range [0, 1]. Requires the extra
-    `ocr`. `sign-edit/exact`: both are right. `sign-edit/colour`, `sign-edit/word`: each alone."""
+    """`sign-colour` times `ocr`, for the columns `colour` and `target`, a word: those of the edited
+    sign. Without them: of the instruction, and what it leaves unchanged, of the input image. For
+    the bundled editing model. Range [0, 1]. Requires the extra `ocr`. `sign-edit/exact`: both are
+    right. `sign-edit/colour`, `sign-edit/word`: each alone."""
 
     def unfit(self, prompt: Prompt) -> str | None:
-        if prompt.columns.get("target") and prompt.columns.get("colour") in NAMES:
+        word, colour = target_of(prompt), colour_of(prompt)
+        known = colour in NAMES if colour is not None else bool(word and prompt.images)
+        if known and (word or prompt.images):
             return None
         return (
             'expected the columns "target", a word, and "colour", one of '
-            f"{', '.join(NAMES)}: those of the edited sign"
+            f"{', '.join(NAMES)}: those of the edited sign; or an input image, and one of them in "
+            "the instruction"
         )
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
@@ -36,13 +49,23 @@ class SignEdit(Strict):
     def _score(self, sample: Sample) -> Score:
         if problem := self.unfit(sample.prompt):
             return Score.failed(problem)
-        word = spelling_score(self._reader.read(sample.pixels), sample.prompt)
-        colour = colour_score(sample.pixels, str(sample.prompt.columns["colour"]))
-        assert word.value is not None and colour.value is not None
-        details = {"colour": colour.parts["right"], "word": word.parts["exact"]}
+        colour = colour_of(sample.prompt) or most_frequent(colour_shares(source(sample)))
+        text = target_of(sample.prompt) or self._reader.read(source(sample))
+        prompt = replace(sample.prompt, columns={**sample.prompt.columns, "target": text})
+        spelling = spelling_score(self._reader.read(sample.pixels), prompt)
+        shares = colour_score(sample.pixels, colour)
+        assert spelling.value is not None and shares.value is not None
+        details = {"colour": shares.parts["right"], "word": spelling.parts["exact"]}
         details["exact"] = details["colour"] * details["word"]
-        return Score(colour.value * word.value, details, f"{colour.text}: {word.text}")
+        return Score(shares.value * spelling.value, details, f"{shares.text}: {spelling.text}")
 
     @cached_property
     def _reader(self) -> Ocr:
         return Ocr(detect=False)
+
+
+def colour_of(prompt: Prompt) -> str | None:
+    """The column `colour` if the row has one, else the colour in the instruction."""
+    if prompt.columns.get("colour") is not None:
+        return str(prompt.columns["colour"])
+    return target_colour(prompt)
