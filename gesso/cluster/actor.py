@@ -1,7 +1,8 @@
 """The end of a worker that runs on a node of a Ray cluster.
 
-A Ray actor answers one task after the other. Frames (`channel.py`) are the arguments and the
-results of its calls, as bytes. Nothing heavy is imported before the environment is set.
+Frames (`channel.py`) are the arguments and the results of an actor's calls, as bytes. A call whose
+connection breaks is repeated by the driver; the worker gets its task once. Nothing heavy is
+imported before the environment is set.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import importlib
 import io
 import os
-import queue
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,27 +18,59 @@ from gesso.cluster.channel import pack_frame, read_frame
 
 
 class CallMessages:
-    """Messages of the calls of an actor, for `worker.serve` in another thread."""
+    """Messages of the calls of an actor, for `worker.serve` in another thread. They are kept until
+    the driver has received them."""
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._busy = False
+        self._changed = threading.Condition()
+        self._tasks: dict[int, bytes] = {}  # calls that have not begun
+        self._ends = [0]  # messages before each call
+        self._begun = 0  # calls
+        self._kept: list[bytes] = []
+        self._dropped = 0  # messages before those that are kept
 
     def send(self, message: Mapping[str, Any], *data: bytes) -> None:
-        self._results.put(pack_frame(message, data))
+        with self._changed:
+            self._kept.append(pack_frame(message, data))
+            self._changed.notify_all()
 
     def receive(self) -> tuple[dict[str, Any], list[bytes]]:
-        if self._busy:
-            self._results.put(None)
-        self._busy = True
-        return read_frame(io.BytesIO(self._tasks.get()).read)
+        with self._changed:
+            if self._begun:
+                self._ends.append(self._sent)
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._begun in self._tasks)
+            task = self._tasks.pop(self._begun)
+            self._begun += 1
+        return read_frame(io.BytesIO(task).read)
 
-    def call(self, task: bytes) -> Iterator[bytes]:
-        """All messages until the worker is ready for the next task."""
-        self._tasks.put(task)
-        while (result := self._results.get()) is not None:
-            yield result
+    def call(self, number: int, received: int, task: bytes) -> Iterator[bytes]:
+        """All messages until the worker is ready for the next task, without the first `received`
+        ones. A call may arrive again, or before an earlier one."""
+        with self._changed:
+            del self._kept[: max(0, received - self._dropped)]
+            self._dropped = max(received, self._dropped)
+            if number >= self._begun:
+                self._tasks[number] = task
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: len(self._ends) > number)
+            received = max(received, self._ends[number])
+        while (message := self._after(received, number)) is not None:
+            yield message
+            received += 1
+
+    def _after(self, received: int, number: int) -> bytes | None:
+        """The next message of this call. None after the last one, or if the driver has received it
+        from a repeated call."""
+        with self._changed:
+            self._changed.wait_for(lambda: received < self._sent or len(self._ends) > number + 1)
+            if received in self._ends[number + 1 : number + 2] or received < self._dropped:
+                return None
+            return self._kept[received - self._dropped]
+
+    @property
+    def _sent(self) -> int:
+        return self._dropped + len(self._kept)
 
     def shut(self) -> None:
         """Ray ends the process."""
@@ -61,5 +93,5 @@ class Actor:
         forward_output(self._messages)
         threading.Thread(target=serve, args=(self._messages,), daemon=True).start()
 
-    def answer(self, task: bytes) -> Iterator[bytes]:
-        yield from self._messages.call(task)
+    def answer(self, number: int, received: int, task: bytes) -> Iterator[bytes]:
+        yield from self._messages.call(number, received, task)

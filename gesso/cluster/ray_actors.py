@@ -7,8 +7,10 @@ them. They end with the driver, since Ray ends all actors of a job.
 from __future__ import annotations
 
 import io
+import itertools
 import queue
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +26,18 @@ from gesso.types import StopRun
 
 BECAUSE = re.compile(r"(?:The actor is dead because|exception raised in the creation task).*")
 """The part of Ray's message about an actor that says why it died."""
+AGAIN = 0.5
+"""Seconds after which an interrupted call is repeated. Ray reports an actor that cannot be reached
+as unavailable at first, and as dead once it has given up its node."""
+CALLS = 16
+"""Calls of an actor at a time: those that wait for their turn, and interrupted ones."""
+
+
+@dataclass
+class Call:
+    number: int
+    task: bytes
+    messages: Any = None  # a stream of references
 
 
 class CallingMessages:
@@ -32,13 +46,20 @@ class CallingMessages:
     def __init__(self, ray: Any, actor: Any) -> None:
         self._ray = ray
         self._actor = actor
-        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()  # streams of results, or None
-        self._call: Any = None  # the oldest call whose results have not all been read
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._call: Call | None = None  # the oldest one whose messages have not all been received
+        self._numbers = itertools.count()
+        self._received = 0  # messages
         self.error = ""  # why the actor is gone
 
     def send(self, message: Mapping[str, Any], *data: bytes) -> None:
-        frame = pack_frame(message, data)
-        self._calls.put(self._actor.answer.options(num_returns="streaming").remote(frame))
+        call = Call(next(self._numbers), pack_frame(message, data))
+        self._begin(call)
+        self._calls.put(call)
+
+    def _begin(self, call: Call) -> None:
+        answer = self._actor.answer.options(num_returns="streaming")
+        call.messages = answer.remote(call.number, self._received, call.task)
 
     def receive(self) -> tuple[dict[str, Any], list[bytes]]:
         while True:
@@ -47,14 +68,18 @@ class CallingMessages:
                 if self._call is None:
                     raise EOFError
             try:
-                frame = self._ray.get(next(self._call))
+                frame = self._ray.get(next(self._call.messages))
             except StopIteration:
                 self._call = None
-                continue
+            except self._ray.exceptions.ActorUnavailableError:  # the network was interrupted
+                time.sleep(AGAIN)
+                self._begin(self._call)
             except self._ray.exceptions.RayError as error:
                 self.error = str(error)
                 raise EOFError from error
-            return read_frame(io.BytesIO(frame).read)
+            else:
+                self._received += 1
+                return read_frame(io.BytesIO(frame).read)
 
     def shut(self) -> None:
         self._calls.put(None)
@@ -123,7 +148,10 @@ class Actors(Processes):
 
         strategy = PlacementGroupSchedulingStrategy(self._group, self._bundles[rank])
         kind = self._ray.remote(Actor).options(
-            **self._device, max_restarts=0, scheduling_strategy=strategy
+            **self._device,
+            max_restarts=0,
+            max_concurrency=CALLS,
+            scheduling_strategy=strategy,
         )
         actor = kind.remote(gesso.__version__, dict(environment))
         messages, life = CallingMessages(self._ray, actor), ActorLife(self._ray, actor)

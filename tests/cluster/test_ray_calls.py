@@ -1,0 +1,91 @@
+"""Calls of a Ray actor whose connection breaks: every task and every message arrives once, and in
+order. Ray and its network are played by threads; `make test-ray` breaks a real network."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import random
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gesso.cluster import ray_actors
+from gesso.cluster.actor import CallMessages
+from gesso.cluster.ray_actors import CallingMessages
+
+TASKS = 60
+
+
+class RayError(Exception):
+    pass
+
+
+class Unavailable(RayError):
+    pass
+
+
+class Network:
+    """Calls an actor, and loses calls and messages."""
+
+    exceptions = SimpleNamespace(RayError=RayError, ActorUnavailableError=Unavailable)
+
+    def __init__(self, messages: CallMessages, seed: int) -> None:
+        self.answer = SimpleNamespace(options=lambda num_returns: self)
+        self._messages = messages
+        self._random = random.Random(seed)
+        self.lost = 0
+
+    def remote(self, number: int, received: int, task: bytes) -> Iterator[Any]:
+        """Breaks before the call has arrived, after a few messages or not at all."""
+        arriving = self._random.choice([-1, 0, 1, 2, 99, 99])
+        references: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def run() -> None:
+            stream = self._messages.call(number, received, task)
+            for message in itertools.islice(stream, arriving):
+                references.put(lambda message=message: message)
+            references.put(self._lose if arriving < 99 else None)
+
+        if arriving < 0:
+            return iter([self._lose])
+        threading.Thread(target=run, daemon=True).start()
+        return iter(references.get, None)
+
+    def _lose(self) -> bytes:
+        self.lost += 1
+        raise Unavailable
+
+    def get(self, reference: Any) -> bytes:
+        return reference()
+
+
+def work(messages: CallMessages) -> None:
+    """What a worker does: messages before the first task, between tasks and as answers."""
+    messages.send({"line": "ready"})
+    while True:
+        content, data = messages.receive()
+        for i in range(content["task"] % 4):
+            messages.send({"task": content["task"], "answer": i}, *data)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tasks_and_messages_arrive_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_actors, "AGAIN", 0.0)
+    actor = CallMessages()
+    threading.Thread(target=work, args=(actor,), daemon=True).start()
+    network = Network(actor, seed)
+    driver = CallingMessages(network, network)
+    expected: list[Any] = [({"line": "ready"}, [])]
+    for task in range(TASKS):
+        driver.send({"task": task}, b"x" * task)
+        answers = [{"task": task, "answer": i} for i in range(task % 4)]
+        expected += [(answer, [b"x" * task]) for answer in answers]
+    assert [driver.receive() for _ in expected] == expected
+    assert network.lost > TASKS / 4
+    driver.shut()
+    with pytest.raises(EOFError):
+        driver.receive()
