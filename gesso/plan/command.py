@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from gesso import families
 from gesso.config import Recipe
 from gesso.estimate import assuming, with_data
 from gesso.plan import gpus, tabulated, work
 from gesso.plan.planner import Plan, Planner
 from gesso.track.progress import SILENT, Progress
 from gesso.types import UserError
+
+MOST = 1024  # workers
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,10 @@ def plan(recipe: Recipe, wanted: Wanted, progress: Progress = SILENT) -> Planned
     for option, value in (("--score-s", wanted.score), ("--price", wanted.price or 0.0)):
         if not 0 <= value < math.inf:
             raise UserError(f"{option} expects a number of at least 0, got {value:g}")
+    if not 1 <= wanted.gpus <= MOST:
+        raise UserError(f"--gpus expects 1 to {MOST}, got {wanted.gpus}")
+    if wanted.response is not None and families.of(recipe).name == "flow":
+        raise UserError("--response-tokens is for language models; remove it")
     if recipe.partial:
         raise UserError(
             "gesso plan does not support partial = true, since the lengths of responses are "

@@ -12,13 +12,12 @@ from gesso.estimate import estimate, roles, usable
 from gesso.memory.meta import Role
 from gesso.plan.gpus import NODE, Gpu, known
 from gesso.plan.rates import Rates
-from gesso.plan.simulate import SAMPLING, Prediction, simulate, simulate_separate
+from gesso.plan.simulate import DIVIDED, SAMPLING, Prediction, simulate, simulate_separate
 from gesso.track.progress import SILENT, Progress
 from gesso.types import UserError
 from gesso.weights.folding_rule import estimated_on_gpu
 from gesso.worker import undivided
 
-MOST = 1024  # workers
 WORTH = 0.95  # ratio of step times below which older samples (lag = 1) are worth it
 
 RatesOf = Callable[[Recipe, int], Rates]
@@ -89,15 +88,12 @@ class Planner:
         return self.recipe.data.groups * build.algorithm(self.recipe).group
 
     def plan(self, count: int) -> Plan:
-        if not 1 <= count <= MOST:
-            raise UserError(f"--gpus expects 1 to {MOST}, got {count}")
         samplers = self.recipe.cluster.samplers
         if samplers >= count:
             raise UserError(
                 f"--gpus {count} leaves no GPU for training, since cluster.samplers = {samplers}; "
                 f"use at least {samplers + 1}"
             )
-        fitted, how = self._fitting(count)
         notes = []
         useful = min(count, self.samples)
         if useful < count:
@@ -105,37 +101,49 @@ class Planner:
                 f"a step has {self.samples} samples, so {count - useful} of {count} GPUs would "
                 "be idle; raise data.groups, which also changes the training"
             )
-        here = [self._option(fitted, useful, lag) for lag in self._lags]
-        here += self._separate(fitted, here[-1])
-        best = here[0]
-        for option in here[1:]:
-            if option.prediction.step < WORTH * best.prediction.step:
-                best = option
-        other = [option for option in here if option is not best]
+        recipe = self.recipe
+        if (placed := self._placed(recipe, useful)) is None:
+            placed = self._with_smaller_batches(useful)
+            recipe = placed[0]
+        fitted, how = placed
+        best, *other = self._compared(fitted, useful)
         if smaller := self._smaller(best):
             other.append(self._option(smaller, useful, best.recipe.lag, fixed=True))
-        fitted = _with_samplers(fitted, best.recipe.cluster.samplers)
-        least = 2 if fitted.cluster.samplers else 1
-        counts = [2**i for i in range(11) if least <= 2**i <= self.samples]
-        within = fitted.cluster.shard_within or 1
-        placed = {n: _scaled(fitted, n, useful) for n in sorted({*counts, useful})}
-        scaling = [
-            best if n == useful else self._option(recipe, n, best.recipe.lag)
-            for n, recipe in placed.items()
-            if (n - recipe.cluster.samplers) % within == 0
-        ]
-        limit = usable(self.gpu.memory) if self.gpu else math.inf
-        fitting_rows = [option for option in scaling if (option.peak or 0) < limit]
-        fewer = [option for option in fitting_rows if option.workers < useful]
+        scaling = self._scaling(recipe, best)
+        fewer = [option for option in scaling if option.workers < useful]
         fastest = min(fewer, key=lambda option: option.prediction.step, default=best)
         if fastest.prediction.step < WORTH * best.prediction.step:
             notes.append(
                 f"{fastest.workers} GPUs would be faster: {fastest.prediction.step:.3g} s per step "
                 f"instead of {best.prediction.step:.3g} s"
             )
-        if how:
-            notes.insert(0, f"{_gb(best.peak or 0)} of {_gb(limit)} {how}")
-        return Plan(best, other, fitting_rows, notes)
+        if self.gpu is not None:
+            notes.insert(0, f"{_gb(best.peak or 0)} of {_gb(usable(self.gpu.memory))} {how}")
+        return Plan(best, other, scaling, notes)
+
+    def _compared(self, recipe: Recipe, workers: int) -> list[Option]:
+        """Lags, and separate samplers; the one that is chosen comes first."""
+        options = [self._option(recipe, workers, lag) for lag in self._lags]
+        options += self._separate(recipe, options[-1])
+        best = options[0]
+        for option in options[1:]:
+            if option.prediction.step < WORTH * best.prediction.step:
+                best = option
+        return [best, *(option for option in options if option is not best)]
+
+    def _scaling(self, recipe: Recipe, best: Option) -> list[Option]:
+        """The best of each other number of workers with which the recipe fits, and `best`."""
+        least = 2 if recipe.cluster.samplers else 1
+        counts = {n for i in range(11) if least <= (n := 2**i) <= self.samples}
+        options = []
+        for n in sorted({*counts, best.workers}):
+            other = _scaled(recipe, n, best.workers)
+            within = other.cluster.shard_within or 1
+            if n == best.workers:
+                options.append(best)
+            elif (n - other.cluster.samplers) % within == 0 and (placed := self._placed(other, n)):
+                options.append(self._compared(placed[0], n)[0])
+        return options
 
     def _option(self, recipe: Recipe, workers: int, lag: int, fixed: bool = False) -> Option:
         sized = recipe if fixed else divided(recipe, workers, self.longest)
@@ -158,22 +166,26 @@ class Planner:
         return (0,) if algorithm.refills or algorithm.probe else (0, 1)
 
     def _separate(self, recipe: Recipe, together: Option) -> list[Option]:
-        """With the number of separate samplers that makes a step shortest: about the share of the
-        workers' time that sampling takes. None where that is not possible or does not fit."""
+        """With the number of separate samplers that makes a step shortest, among some around the
+        share of the workers' time that sampling takes. None where that is not possible, does not
+        fit, or cannot pay: the samples and their update take most of a step."""
         workers, cluster, sampler = together.workers, recipe.cluster, recipe.sampler
         grouped = cluster.shard_within or sampler.vllm.tensor_parallel > 1
         given = cluster.samplers or sampler.engine == "data"
         if self.gpu is None or workers == 1 or not together.recipe.lag or grouped or given:
             return []
         shares = together.prediction.shares
+        if sum(shares.get(phase, 0.0) for phase in DIVIDED) > WORTH:
+            return []
         sampling = sum(share for phase, share in shares.items() if phase in SAMPLING)
         near = round(workers * sampling / sum(shares.values()))
-        found: dict[float, Recipe] = {}  # by seconds per step
-        for samplers in {min(max(1, near + more), workers - 1) for more in (-1, 0, 1)}:
-            sized = divided(_with_samplers(recipe, samplers), workers, self.longest)
-            sized = sized.model_copy(update={"lag": 1})
-            found[self._predict(sized, workers).step] = sized
-        best = self._option(found[min(found)], workers, lag=1, fixed=True)
+        options = []
+        for samplers in {near - 1, near, near + 1, near * 3 // 2, near * 2}:
+            placed = _with_samplers(recipe, min(max(1, samplers), workers - 1))
+            sized = divided(placed, workers, self.longest).model_copy(update={"lag": 1})
+            options.append((self._predict(sized, workers), sized))
+        prediction, sized = min(options, key=lambda option: option[0].step)
+        best = Option(sized, workers, prediction, self.memory(sized, workers))
         return [best] if (best.peak or 0) < usable(self.gpu.memory) else []
 
     def memory(self, recipe: Recipe, workers: int) -> dict[Role, float]:
@@ -214,33 +226,38 @@ class Planner:
         flow = families.of(recipe).name == "flow"
         return _sized(recipe, batch, batch if equal and flow else None) if batch else None
 
-    def _fitting(self, count: int) -> tuple[Recipe, str]:
-        """The recipe with batch sizes and sharding that fit into memory, and a description."""
+    def _placed(self, recipe: Recipe, count: int) -> tuple[Recipe, str] | None:
+        """With the first kind of sharding that fits into memory, and a description."""
         if self.gpu is None:
-            return self.recipe, ""
-        limit, name = usable(self.gpu.memory), self.gpu.name
-        tried = [self.recipe, *_sharded(self.recipe, count)]
-        peaks: list[float] = []
-        for recipe in tried:
-            sized = divided(recipe, min(count, self.samples), self.longest)
-            peaks.append(max(self.memory(sized, count).values()))
-            if peaks[-1] < limit:
-                kind = recipe.cluster.sharding
+            return recipe, ""
+        for each in [recipe, *_sharded(recipe, count)]:
+            if self._needed(each, count) < usable(self.gpu.memory):
+                kind = each.cluster.sharding
                 how = (
                     f'sharded weights (cluster.sharding = "{kind}")'
                     if kind
                     else "replicated weights"
                 )
-                return recipe, f"on {name}: {how}"
+                return each, f"on {self.gpu.name}: {how}"
+        return None
+
+    def _with_smaller_batches(self, count: int) -> tuple[Recipe, str]:
+        """With the largest batches that fit into memory, and a description."""
+        assert self.gpu is not None
+        tried = [self.recipe, *_sharded(self.recipe, count)]
+        needed = [self._needed(recipe, count) for recipe in tried]
         for recipe in tried:
             try:
                 fitted = fitting.fit(_of_workers(recipe, count), self.gpu.memory, self.progress)
             except UserError:
                 continue
-            smaller = fitting.with_settings(recipe, fitted.settings)
-            text = f"{' '.join(fitted.overrides)}; the recipe's batches need {_gb(peaks[0])}"
-            return smaller, f"on {name} with {text}"
-        raise UserError(_nowhere(min(peaks), self.gpu, count))
+            text = f"{' '.join(fitted.overrides)}; the recipe's batches need {_gb(needed[0])}"
+            return fitting.with_settings(recipe, fitted.settings), f"on {self.gpu.name} with {text}"
+        raise UserError(_nowhere(min(needed), self.gpu, count))
+
+    def _needed(self, recipe: Recipe, count: int) -> float:
+        """Bytes at the peak of a worker."""
+        return max(self.memory(divided(recipe, count, self.longest), count).values())
 
 
 def _of_workers(recipe: Recipe, count: int) -> Recipe:

@@ -25,6 +25,8 @@ from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt
 
 SAMPLING = ("open", "sample", "decode", "receive", "wait for scores")
+DIVIDED = ("sample", "decode", "update")
+"""Phases that workers divide among themselves; what remains of a step can overlap."""
 
 
 @dataclass(frozen=True)

@@ -38,12 +38,11 @@ def report(
     kept = [o for o in overrides if o.partition("=")[0] not in _keys(best)]
     command = shlex.join(["gesso", "train", *recipe, *kept, *best.settings])
     lines = [command, "", *_table([best, *plan.alternatives], price, "settings", _settings), ""]
-    lines += [*_table(plan.scaling, price, "GPUs", lambda o: str(o.workers)), ""]
     if len(plan.scaling) > 1:
         lines += [
-            f"other numbers of GPUs, up to one per sample ({samples(best)}), with the same kind of "
-            "placement; for the best one of another number, plan with --gpus"
+            f"the best settings for each number of GPUs, up to one per sample ({samples(best)}):"
         ]
+    lines += [*_table(plan.scaling, price, "GPUs  settings", _scaled), ""]
     lines += [*plan.notes, _lag(plan), bound(best)]
     if explain:
         lines += ["", *_explained(best)]
@@ -82,17 +81,21 @@ def _settings(option: Option) -> str:
     return " ".join(option.settings[1:])
 
 
+def _scaled(option: Option) -> str:
+    return f"{option.workers:<4}  {_settings(option)}"
+
+
 def _table(options: Sequence[Option], price: float, heading: str, label: Any) -> list[str]:
     names = [label(option) for option in options]
     width = max(len(heading), *(len(name) for name in names))
-    head = f"{heading:<{width}}  {'s/step':>8}  {'samples/s':>9}  {'GB':>9}  {'idle':>4}"
+    head = f"{heading:<{width}}  {'s/step':>8}  {'samples/s':>9}  {'GB':>13}  {'idle':>4}"
     lines = [f"{head}  {'hours':>7}  {'cost':>9}"]
     for name, option in zip(names, options, strict=True):
         p = option.prediction
         memory = " + ".join(f"{size / 1e9:.3g}" for size in option.memory.values())
         cost = f"${option.hours * option.workers * price:,.0f}" if price else ""
         lines.append(
-            f"{name:<{width}}  {_short(p.step):>8}  {samples(option) / p.step:>9.2f}  {memory:>9}  "
+            f"{name:<{width}}  {_short(p.step):>8}  {samples(option) / p.step:>9.2f}  {memory:>13}  "
             f"{p.idle:>4.0%}  {option.hours:>7.1f}  {cost:>9}"
         )
     return lines

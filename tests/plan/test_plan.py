@@ -124,7 +124,8 @@ def test_fewer_gpus_that_are_faster_are_named(recipe: Recipe) -> None:
 def test_separate_samplers_that_pay_are_chosen(recipe: Recipe) -> None:
     """Every learner takes the whole optimizer step, during which samplers continue."""
     slow, gpu = replace(RATES, optimizer=8.0), gpus.find("h100")
-    plan = Planner(recipe, lambda sized, count: slow, 0, gpu).plan(4)
+    planner = Planner(recipe, lambda sized, count: slow, 0, gpu)
+    plan = planner.plan(4)
     training = 32 * terms(recipe) * 0.25
     together, separate = (48 + training) / 4 + 8.0, max(48 / 2, training / 2 + 8.0)
     assert plan.best.settings[:2] == ["cluster.workers=2", "cluster.samplers=2"]
@@ -132,7 +133,8 @@ def test_separate_samplers_that_pay_are_chosen(recipe: Recipe) -> None:
     assert plan.alternatives[0].prediction.step == pytest.approx(together)
     text = f"overlap with the update, which makes a step {1 - separate / together:.0%} shorter"
     assert f"lag=1: sampling and scoring {text}" in printed(plan)
-    assert [option.recipe.cluster.samplers for option in plan.scaling] == [1, 2, 4, 8, 16]
+    assert [option.workers for option in plan.scaling] == [1, 2, 4, 8, 16, 32]
+    assert plan.scaling[3].settings == planner.plan(8).best.settings
     network = Planner(recipe, lambda sized, count: replace(slow, send=9.0), 0, gpu)
     assert network.plan(4).best.recipe.cluster.samplers == 0
 
@@ -456,6 +458,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["cluster.samplers=1", "--measure"], "remove one of them"),
         (["cluster.workers=3"], "chooses cluster.workers for --gpus; remove cluster.workers=3"),
+        (["--response-tokens", "9"], "--response-tokens is for language models; remove it"),
         (["--score-s", "-1"], "--score-s expects a number of at least 0, got -1"),
         (["--price", "nan"], "--price expects a number of at least 0, got nan"),
     ],
