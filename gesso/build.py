@@ -24,6 +24,7 @@ from gesso.config.tables import (
     without_nothing,
 )
 from gesso.data.given import GivenColumns
+from gesso.families import classes
 from gesso.rewards.assembly import resolved
 from gesso.track.trackers.process import Tracked
 from gesso.types import UserError
@@ -200,7 +201,11 @@ def given(recipe: AnyRecipe) -> GivenColumns | None:
         return None
     names: Sequence[str] = algorithm_class(recipe.algorithm.name).given
     section = recipe.model
-    if not isinstance(section, Model) or section.frames == 1:
+    if not isinstance(section, Model):
+        return GivenColumns(names, section.output)
+    if section.frames == 1:
+        edits = classes.needs_images(families.of(recipe), section.name)
+        names = ["target_image" if edits and name == "image" else name for name in names]
         return GivenColumns(names, section.output)
     names = ["video" if name == "image" else name for name in names]
     return GivenColumns(names, "video", frames=section.frames, fps=section.fps)

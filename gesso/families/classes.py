@@ -30,6 +30,12 @@ def load(family: Family, name: str) -> Any:
     return kind
 
 
+def needs_images(family: Family, name: str) -> bool:
+    """Whether every prompt of this flow model has input images."""
+    numbers = load(family, name).input_images
+    return isinstance(numbers, range) and numbers.start > 0
+
+
 def built(kind: Any, recipe: AnyRecipe, **options: Any) -> Any:
     """The model of a recipe; `options` are further arguments of its class."""
     if isinstance(recipe, Recipe) and recipe.cluster.sharding is not None:

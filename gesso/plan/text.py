@@ -95,8 +95,8 @@ def _table(options: Sequence[Option], price: float, heading: str, label: Any) ->
         memory = " + ".join(f"{size / 1e9:.3g}" for size in option.memory.values())
         cost = f"${option.hours * option.workers * price:,.0f}" if price else ""
         lines.append(
-            f"{name:<{width}}  {_short(p.step):>8}  {samples(option) / p.step:>9.2f}  {memory:>13}  "
-            f"{p.idle:>4.0%}  {option.hours:>7.1f}  {cost:>9}"
+            f"{name:<{width}}  {_short(p.step):>8}  {samples(option) / p.step:>9.2f}  "
+            f"{memory:>13}  {p.idle:>4.0%}  {option.hours:>7.1f}  {cost:>9}"
         )
     return lines
 

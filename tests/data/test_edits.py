@@ -9,11 +9,12 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from gesso import build
 from gesso.cluster.channel import pack_prompts, read_prompts
 from gesso.config import DataSource
 from gesso.data import images, prompts, readers
 from gesso.data.given import GivenColumns
-from gesso.types import Prompt, PromptImage
+from gesso.types import Prompt, PromptImage, UserError
 from tests.data.test_formats import BLUE, RED, jsonl, left_out, read
 
 
@@ -112,6 +113,15 @@ def test_sft_of_edits_trains_on_the_target_image(folder: Path) -> None:
         assert [each.read() for each in prompt.given if isinstance(each, PromptImage)] == (
             [BLUE] if required else []
         )
+
+
+def test_sft_of_edits_without_a_target_image(folder: Path) -> None:
+    """Its only image is the input, and not the sample."""
+    keys = ["model.name=kontext", "model.path=zoo:edits", "data.train=a.jsonl"]
+    given = build.given(build.recipe("demo-sft", keys))
+    source = DataSource(path=jsonl(folder / "a.jsonl", {"prompt": "x", "image": "red.png"}))
+    with pytest.raises(UserError, match=r'a.jsonl:1: expected a column "target_image", which the'):
+        readers.read(source, given=given)
 
 
 def test_of_many_images_only_some_are_decoded(
