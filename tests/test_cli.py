@@ -170,6 +170,10 @@ def test_train_sample_export_and_resume(
             ["sample", "nope", "a sign"],
             'error: nope is neither a run nor a model folder; unknown recipe "nope"',
         ),
+        (
+            ["sample", "zoo:edits", "x"],
+            "value of model.path; expected a run, a recipe such as demo-edit",
+        ),
         (["train", "demo", "--runn", "x"], "unrecognized arguments: --runn"),
         (["sample", "nope", "a sign", "--sede=1"], "unrecognized arguments: --sede=1"),
         (["train", "demo", "data.train=missing.txt", "--run", "RUN"], "missing.txt: no such file"),

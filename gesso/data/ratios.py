@@ -32,11 +32,17 @@ class Ratio:
         return height * multiple, width * multiple
 
 
+LONGEST = Ratio(*_WIDE[-1])
 RATIOS = sorted({Ratio(*sides) for wide in _WIDE for sides in (wide, wide[::-1])})
 
 
 def nearest(height: int, width: int) -> Ratio:
     return min(RATIOS, key=lambda r: abs(math.log(width * r.height / (height * r.width))))
+
+
+def too_long(height: int, width: int) -> bool:
+    """Whether no ratio is near, so that the output differs much from its input image."""
+    return max(height, width) / min(height, width) > 1.1 * LONGEST.width / LONGEST.height
 
 
 def ratio_of(prompt: Prompt) -> Ratio | None:

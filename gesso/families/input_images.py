@@ -29,6 +29,7 @@ def notes(recipe: Recipe, model: FlowModel, prompts: Sequence[Prompt], path: str
     """Raises for input images of more sizes than can be compiled."""
     return [
         _ratios(recipe, prompts, path),
+        _extremes(recipe, prompts, path),
         _numbers(model, prompts, path),
         _lengths(recipe, model, prompts, path),
     ]
@@ -60,6 +61,20 @@ def _ratios(recipe: Recipe, prompts: Sequence[Prompt], path: str) -> str:
         f"{len(others)} of {len(prompts)} prompts of {path} have an input image of another aspect "
         f"ratio than the {output} of model.height and model.width; the first is {prompt.where}, "
         f"{ratio}; model.match_input = true generates each in the ratio of its input image"
+    )
+
+
+def _extremes(recipe: Recipe, prompts: Sequence[Prompt], path: str) -> str:
+    """A note about input images that are longer than any output."""
+    from gesso.data.ratios import LONGEST, too_long
+
+    assert isinstance(recipe.model, Model)
+    long = [p for p in prompts if p.images and too_long(*p.images[0].size)]
+    if not recipe.model.match_input or not long:
+        return ""
+    return (
+        f"{len(long)} of {len(prompts)} prompts of {path} have an input image longer than "
+        f"{LONGEST}, which their outputs get; the first is {long[0].where}; crop its image"
     )
 
 

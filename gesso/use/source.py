@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from gesso import build
-from gesso.config import AnyRecipe, Recipe, compatibility, tables
+from gesso.config import ZOO, AnyRecipe, Recipe, compatibility, tables
 from gesso.config.parsing import parse
 from gesso.track.run_folder import RunFolder
 from gesso.types import UserError
@@ -87,7 +87,20 @@ def find(
     try:
         return ModelSource(str(what), build.recipe(str(what), overrides))
     except tables.UnknownRecipe as error:
+        if str(what).startswith(ZOO):
+            raise UserError(
+                f"{what} is a value of model.path; expected a run, a recipe{_with_path(what)}, or "
+                "a model folder"
+            ) from error
         raise UserError(f"{what} is neither a run nor a model folder; {error}") from error
+
+
+def _with_path(path: object) -> str:
+    """An example of a recipe of a bundled model."""
+    for name in tables.bundled_recipes():
+        if tables.read_toml(tables.RECIPES / f"{name}.toml").get("model", {}).get("path") == path:
+            return f" such as {name}"
+    return ""
 
 
 def recipe_of(run: RunFolder, overrides: Sequence[str] = ()) -> Recipe:
