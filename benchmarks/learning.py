@@ -33,6 +33,8 @@ from gesso.track.console import held_out_key
 CONTROLS = {
     "control": ["demo", "optimizer.lr=0.0", "steps=10"],
     "control-vlm": ["demo-vlm", "optimizer.lr=0.0", "steps=5"],
+    "control-edit": ["demo-edit", "optimizer.lr=0.0", "steps=2"],
+    "control-video": ["demo-video", "optimizer.lr=0.0", "steps=2"],
 }
 ARMS = CONTROLS | {name: [name] for name in tables.bundled_recipes() if name.startswith("demo")}
 COLOURS = dict.fromkeys(ARMS, "#888888") | {

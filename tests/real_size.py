@@ -48,6 +48,7 @@ class Case:
     card: int | None
     overrides: tuple[str, ...]
     tiny: str  # the model of pipelines.py, editors.py or tokens.py of the same class
+    references: bool = False  # prompts of an image model that may have input images have them
 
     @property
     def draws(self) -> bool:
@@ -87,6 +88,10 @@ CASES = {
         "qwen-image", "qwen-image-ocr", 80, (*_RANK_16, "data.groups=1", "algorithm.group=8"),
         "qwen-image",
     ),
+    "qwen-image-2512": Case(
+        "qwen-image", "qwen-image-2512-ocr", 80,
+        (*_RANK_16, "data.groups=1", "algorithm.group=8"), "qwen-image",
+    ),
     "kontext": Case("kontext", "kontext-pickscore", 80, ("data.groups=1",), "kontext"),
     "qwen-edit": Case(
         "qwen-edit-short", "qwen-edit-2511-pickscore", 80,
@@ -94,6 +99,10 @@ CASES = {
     ),
     "flux2-klein-4b": Case(
         "flux2-klein", "flux2-klein-pickscore", 80, ("data.groups=1",), "flux2-klein"
+    ),
+    "flux2-klein-4b-edit": Case(
+        "flux2-klein", "flux2-klein-pickscore", 80,
+        ("data.groups=1", "sampler.batch=4", "learner.micro_batch=4"), "flux2-klein", True,
     ),
     "flux2-klein-9b": Case(
         "flux2-klein-9b", "flux2-klein-pickscore", 80,
@@ -235,12 +244,12 @@ def _reward(case: Case) -> str:
 
 def _prompts(case: Case, folder: Path) -> list[dict[str, Any]]:
     texts = [f"{thing} number {i}" for i in range(16) for thing in ("a red kite", "an old sign")]
-    if not case.edits and not case.recipe.startswith("qwen25-vl"):
+    if not (case.edits or case.references or case.recipe.startswith("qwen25-vl")):
         return [{"prompt": text} for text in texts]
     for i in range(2):
         noise = np.random.default_rng(i).integers(0, 256, (448, 560, 3), np.uint8)
         Image.fromarray(noise).save(folder / f"{i}.png")
-    mark = "" if case.edits else "<image>"
+    mark = "" if case.draws else "<image>"
     return [{"prompt": f"{mark}{t}", "images": [f"{i % 2}.png"]} for i, t in enumerate(texts)]
 
 
