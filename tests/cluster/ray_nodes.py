@@ -22,6 +22,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"} | TOKEN
 PORTS = ["metrics-export", "dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent"]
 """Of Ray's agents. If they choose a port themselves, Ray waits 15 s for it and no longer, which is
 not enough on a busy machine (ray-project/ray, issue 65983)."""
+ESTABLISHED = "01"  # in /proc/net/tcp
 SIZES = ["--object-store-memory=100000000", "--disable-usage-stats"]
 
 
@@ -149,10 +150,11 @@ def _connections(through: Sequence[str]) -> str:
 
 
 def _on_its_way(address: str, connections: str) -> bool:
-    """Whether TCP waits for an acknowledgement of something sent from this address."""
+    """Whether TCP waits for an acknowledgement of something sent from this address, on a connection
+    that neither end has closed."""
     rows = [line.split() for line in connections.splitlines()]
     own = [row for row in rows if row[1].partition(":")[0].endswith(hexadecimal(address))]
-    return any(int(row[4].partition(":")[0], 16) for row in own)
+    return any(int(row[4].partition(":")[0], 16) for row in own if row[3] == ESTABLISHED)
 
 
 def _ip(*arguments: str) -> None:
