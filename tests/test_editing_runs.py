@@ -122,7 +122,7 @@ def notes(data: dict[str, Any]) -> list[str]:
     """About ratios, as `gesso check` shows them."""
     job = run.assemble(build.recipe_from(data))
     job.close()
-    return [note for note in job.notes if "aspect ratio" in note or "longer than" in note]
+    return [note for note in job.notes if "aspect ratio" in note or "wider than" in note]
 
 
 def test_what_a_check_says(data: dict[str, Any]) -> None:
@@ -145,8 +145,8 @@ def test_what_a_check_says(data: dict[str, Any]) -> None:
     Image.new("RGB", (70, 20)).save(train.with_name("thin.png"))
     data["model"]["match_input"] = True
     assert notes(data)[1].endswith(
-        "have an input image longer than 3:1, which their outputs get; the first is thin.jsonl:7; "
-        "crop its image"
+        "have an input image wider than 3:1 or taller than 1:3, which their outputs get; the first "
+        "is thin.jsonl:7; crop its image"
     )
     with pytest.raises(UserError, match=r"does not support data\.curriculum; remove one of them"):
         build.recipe_from(data | {"data": data["data"] | {"curriculum": {"floor": 0.2}}})

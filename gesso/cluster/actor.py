@@ -24,6 +24,7 @@ class CallMessages:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._tasks: dict[int, bytes] = {}  # calls that have not begun
+        self._attempts: dict[int, int] = {}  # the latest of each call that has not been answered
         self._ends = [0]  # messages before each call
         self._begun = 0  # calls
         self._kept: list[bytes] = []
@@ -44,29 +45,42 @@ class CallMessages:
             self._begun += 1
         return read_frame(io.BytesIO(task).read)
 
-    def call(self, number: int, received: int, task: bytes) -> Iterator[bytes]:
+    def call(self, number: int, attempt: int, received: int, task: bytes) -> Iterator[bytes]:
         """All messages until the worker is ready for the next task, without the first `received`
-        ones. A call may arrive again, or before an earlier one."""
+        ones. A call may arrive again, which ends earlier attempts, or before an earlier call."""
         with self._changed:
+            self._attempts[number] = max(attempt, self._attempts.get(number, attempt))
             del self._kept[: max(0, received - self._dropped)]
             self._dropped = max(received, self._dropped)
             if number >= self._begun:
                 self._tasks[number] = task
-                self._changed.notify_all()
-            self._changed.wait_for(lambda: len(self._ends) > number)
-            received = max(received, self._ends[number])
-        while (message := self._after(received, number)) is not None:
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(self._ends) > number or self._stale(number, attempt))
+            received = max(received, self._dropped, *self._ends[number : number + 1])
+        while (message := self._after(received, number, attempt)) is not None:
             yield message
             received += 1
 
-    def _after(self, received: int, number: int) -> bytes | None:
-        """The next message of this call. None after the last one, or if the driver has received it
-        from a repeated call."""
+    def _after(self, received: int, number: int, attempt: int) -> bytes | None:
+        """The next message of this call; None after the last one, or if the attempt has failed."""
         with self._changed:
-            self._changed.wait_for(lambda: received < self._sent or len(self._ends) > number + 1)
-            if received in self._ends[number + 1 : number + 2] or received < self._dropped:
+            self._changed.wait_for(
+                lambda: (
+                    received < self._sent or self._answered(number) or self._stale(number, attempt)
+                )
+            )
+            if self._stale(number, attempt):
+                return None
+            if self._answered(number) and received >= self._ends[number + 1]:
+                del self._attempts[number]
                 return None
             return self._kept[received - self._dropped]
+
+    def _answered(self, number: int) -> bool:
+        return len(self._ends) > number + 1
+
+    def _stale(self, number: int, attempt: int) -> bool:
+        return self._attempts.get(number) != attempt
 
     @property
     def _sent(self) -> int:
@@ -93,5 +107,5 @@ class Actor:
         forward_output(self._messages)
         threading.Thread(target=serve, args=(self._messages,), daemon=True).start()
 
-    def answer(self, number: int, received: int, task: bytes) -> Iterator[bytes]:
-        yield from self._messages.call(number, received, task)
+    def answer(self, *call: Any) -> Iterator[bytes]:
+        yield from self._messages.call(*call)

@@ -30,13 +30,14 @@ AGAIN = 0.5
 """Seconds after which an interrupted call is repeated. Ray reports an actor that cannot be reached
 as unavailable at first, and as dead once it has given up its node."""
 CALLS = 16
-"""Calls of an actor at a time: those that wait for their turn, and interrupted ones."""
+"""Calls of an actor at a time, most of which wait for their turn."""
 
 
 @dataclass
 class Call:
     number: int
     task: bytes
+    attempt: int = 0
     messages: Any = None  # a stream of references
 
 
@@ -58,8 +59,9 @@ class CallingMessages:
         self._calls.put(call)
 
     def _begin(self, call: Call) -> None:
+        call.attempt += 1
         answer = self._actor.answer.options(num_returns="streaming")
-        call.messages = answer.remote(call.number, self._received, call.task)
+        call.messages = answer.remote(call.number, call.attempt, self._received, call.task)
 
     def receive(self) -> tuple[dict[str, Any], list[bytes]]:
         while True:
@@ -68,12 +70,14 @@ class CallingMessages:
                 if self._call is None:
                     raise EOFError
             try:
+                if self._call.messages is None:
+                    self._begin(self._call)
                 frame = self._ray.get(next(self._call.messages))
             except StopIteration:
                 self._call = None
             except self._ray.exceptions.ActorUnavailableError:  # the network was interrupted
                 time.sleep(AGAIN)
-                self._begin(self._call)
+                self._call.messages = None
             except self._ray.exceptions.RayError as error:
                 self.error = str(error)
                 raise EOFError from error

@@ -23,6 +23,7 @@ from gesso.types import UserError
 
 ALIASES = {
     "image": ("target_image", "image", "file_name", "chosen"),
+    "target_image": ("target_image", "chosen"),
     "video": ("video", "file_name", "chosen"),
     "response": ("response", "completion", "chosen"),
 }  # a sample's name → columns, in order of precedence

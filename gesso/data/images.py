@@ -96,20 +96,23 @@ def _from_text(text: str, folder: Path | None) -> PromptImage:
         raise InvalidRow(f"expected a path or base64, got {short(text)}")
     subfolders = "/ or ".join(SUBFOLDERS)
     searched = f" in {folder}, its folder {subfolders}/ or the working directory" if folder else ""
-    if os.path.isdir(os.path.expanduser(paths[0])):
-        raise InvalidRow(f"{text!r} is a folder; expected a file")
+    if any(map(os.path.isdir, _places(paths[0], folder))):
+        raise InvalidRow(f"{text!r} is a folder; expected a file{searched}")
     raise InvalidRow(f"no such file {text!r}{searched}")
 
 
 def _file(name: str, folder: Path | None) -> str | None:
     if len(name) > MAX_PATH:
         return None
+    return next((path for path in _places(name, folder) if os.path.isfile(path)), None)
+
+
+def _places(name: str, folder: Path | None) -> list[str]:
     plain = os.path.expanduser(name)
-    candidates = [plain]
-    if folder is not None:
-        subfolders = [os.path.join(folder, name, plain) for name in SUBFOLDERS]
-        candidates = [os.path.join(folder, plain), *subfolders, plain]
-    return next((path for path in candidates if os.path.isfile(path)), None)
+    if folder is None:
+        return [plain]
+    subfolders = [os.path.join(folder, name, plain) for name in SUBFOLDERS]
+    return [os.path.join(folder, plain), *subfolders, plain]
 
 
 def _decoded(text: str) -> bytes | None:

@@ -31,8 +31,9 @@ def load(family: Family, name: str) -> Any:
 
 
 def needs_images(family: Family, name: str) -> bool:
-    """Whether every prompt of this flow model has input images."""
-    numbers = load(family, name).input_images
+    """Whether every prompt of this flow model has input images. False if its class does not say,
+    since it sets `input_images` later."""
+    numbers = imports.attribute(load(family, name), "input_images")
     return isinstance(numbers, range) and numbers.start > 0
 
 

@@ -69,12 +69,15 @@ def _extremes(recipe: Recipe, prompts: Sequence[Prompt], path: str) -> str:
     from gesso.data.ratios import LONGEST, too_long
 
     assert isinstance(recipe.model, Model)
+    if not recipe.model.match_input:
+        return ""
     long = [p for p in prompts if p.images and too_long(*p.images[0].size)]
-    if not recipe.model.match_input or not long:
+    if not long:
         return ""
     return (
-        f"{len(long)} of {len(prompts)} prompts of {path} have an input image longer than "
-        f"{LONGEST}, which their outputs get; the first is {long[0].where}; crop its image"
+        f"{len(long)} of {len(prompts)} prompts of {path} have an input image wider than {LONGEST} "
+        f"or taller than {LONGEST.height}:{LONGEST.width}, which their outputs get; the first is "
+        f"{long[0].where}; crop its image"
     )
 
 

@@ -88,12 +88,6 @@ class Planner:
         return self.recipe.data.groups * build.algorithm(self.recipe).group
 
     def plan(self, count: int) -> Plan:
-        samplers = self.recipe.cluster.samplers
-        if samplers >= count:
-            raise UserError(
-                f"--gpus {count} leaves no GPU for training, since cluster.samplers = {samplers}; "
-                f"use at least {samplers + 1}"
-            )
         notes = []
         useful = min(count, self.samples)
         if useful < count:
@@ -101,15 +95,12 @@ class Planner:
                 f"a step has {self.samples} samples, so {count - useful} of {count} GPUs would "
                 "be idle; raise data.groups, which also changes the training"
             )
-        recipe = self.recipe
-        if (placed := self._placed(recipe, useful)) is None:
-            placed = self._with_smaller_batches(useful)
-            recipe = placed[0]
-        fitted, how = placed
+        self._check(useful)
+        fitted, how = self._placed(self.recipe, useful) or self._with_smaller_batches(useful)
         best, *other = self._compared(fitted, useful)
         if smaller := self._smaller(best):
             other.append(self._option(smaller, useful, best.recipe.lag, fixed=True))
-        scaling = self._scaling(recipe, best)
+        scaling = self._scaling(best)
         fewer = [option for option in scaling if option.workers < useful]
         fastest = min(fewer, key=lambda option: option.prediction.step, default=best)
         if fastest.prediction.step < WORTH * best.prediction.step:
@@ -131,19 +122,41 @@ class Planner:
                 best = option
         return [best, *(option for option in options if option is not best)]
 
-    def _scaling(self, recipe: Recipe, best: Option) -> list[Option]:
-        """The best of each other number of workers with which the recipe fits, and `best`."""
-        least = 2 if recipe.cluster.samplers else 1
-        counts = {n for i in range(11) if least <= (n := 2**i) <= self.samples}
+    def _scaling(self, best: Option) -> list[Option]:
+        """The best of other numbers of workers where the recipe's batches fit, and `best`."""
+        counts = {n for i in range(11) if (n := 2**i) <= self.samples}
         options = []
         for n in sorted({*counts, best.workers}):
-            other = _scaled(recipe, n, best.workers)
-            within = other.cluster.shard_within or 1
             if n == best.workers:
                 options.append(best)
-            elif (n - other.cluster.samplers) % within == 0 and (placed := self._placed(other, n)):
+            elif self._possible(n) and (placed := self._placed(self.recipe, n)):
                 options.append(self._compared(placed[0], n)[0])
         return options
+
+    def _check(self, count: int) -> None:
+        """Raises a UserError for a number of workers on which the recipe cannot run."""
+        samplers = self.recipe.cluster.samplers
+        if samplers >= count:
+            raise UserError(
+                f"{count} GPUs leave none for training, since cluster.samplers = {samplers}; use "
+                f"at least {samplers + 1}"
+            )
+        if not self._possible(count):
+            within, parallel = self._units
+            raise UserError(
+                f"{count} GPUs cannot be divided by cluster.shard_within = {within} and "
+                f"sampler.vllm.tensor_parallel = {parallel}; use another number"
+            )
+
+    def _possible(self, count: int) -> bool:
+        (within, parallel), samplers = self._units, self.recipe.cluster.samplers
+        learners = count - samplers
+        return learners > 0 and learners % within == 0 and (samplers or count) % parallel == 0
+
+    @property
+    def _units(self) -> tuple[int, int]:
+        """Numbers of workers that share weights in training, and an engine in sampling."""
+        return self.recipe.cluster.shard_within or 1, self.recipe.sampler.vllm.tensor_parallel
 
     def _option(self, recipe: Recipe, workers: int, lag: int, fixed: bool = False) -> Option:
         sized = recipe if fixed else divided(recipe, workers, self.longest)
@@ -175,13 +188,15 @@ class Planner:
         if self.gpu is None or workers == 1 or not together.recipe.lag or grouped or given:
             return []
         shares = together.prediction.shares
-        if sum(shares.get(phase, 0.0) for phase in DIVIDED) > WORTH:
+        busy = sum(shares.get(phase, 0.0) for phase in DIVIDED)
+        if cluster.sharding is None and busy > WORTH:
             return []
         sampling = sum(share for phase, share in shares.items() if phase in SAMPLING)
         near = round(workers * sampling / sum(shares.values()))
         options = []
-        for samplers in {near - 1, near, near + 1, near * 3 // 2, near * 2}:
-            placed = _with_samplers(recipe, min(max(1, samplers), workers - 1))
+        tried = (near - 1, near, near + 1, near * 3 // 2, near * 2)
+        for samplers in {min(max(1, number), workers - 1) for number in tried}:
+            placed = _with_samplers(recipe, samplers)
             sized = divided(placed, workers, self.longest).model_copy(update={"lag": 1})
             options.append((self._predict(sized, workers), sized))
         prediction, sized = min(options, key=lambda option: option[0].step)
@@ -269,13 +284,6 @@ def _of_workers(recipe: Recipe, count: int) -> Recipe:
 def _with_samplers(recipe: Recipe, samplers: int) -> Recipe:
     cluster = recipe.cluster.model_copy(update={"samplers": samplers})
     return recipe.model_copy(update={"cluster": cluster})
-
-
-def _scaled(recipe: Recipe, count: int, planned: int) -> Recipe:
-    """The recipe with the same share of samplers among `count` workers as among `planned`."""
-    if not (samplers := recipe.cluster.samplers):
-        return recipe
-    return _with_samplers(recipe, min(count - 1, max(1, round(samplers * count / planned))))
 
 
 def _sharded(recipe: Recipe, count: int) -> list[Recipe]:

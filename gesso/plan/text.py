@@ -40,7 +40,8 @@ def report(
     lines = [command, "", *_table([best, *plan.alternatives], price, "settings", _settings), ""]
     if len(plan.scaling) > 1:
         lines += [
-            f"the best settings for each number of GPUs, up to one per sample ({samples(best)}):"
+            f"the best settings for other numbers of GPUs, up to one per sample ({samples(best)}), "
+            "where these batches fit:"
         ]
     lines += [*_table(plan.scaling, price, "GPUs  settings", _scaled), ""]
     lines += [*plan.notes, _lag(plan), bound(best)]

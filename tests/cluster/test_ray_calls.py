@@ -39,13 +39,13 @@ class Network:
         self._random = random.Random(seed)
         self.lost = 0
 
-    def remote(self, number: int, received: int, task: bytes) -> Iterator[Any]:
+    def remote(self, *call: Any) -> Iterator[Any]:
         """Breaks before the call has arrived, after a few messages or not at all."""
         arriving = self._random.choice([-1, 0, 1, 2, 99, 99])
         references: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def run() -> None:
-            stream = self._messages.call(number, received, task)
+            stream = self._messages.call(*call)
             for message in itertools.islice(stream, arriving):
                 references.put(lambda message=message: message)
             references.put(self._lose if arriving < 99 else None)

@@ -140,6 +140,19 @@ def test_separate_samplers_that_pay_are_chosen(recipe: Recipe) -> None:
 
 
 @pytest.mark.usefixtures("small")
+def test_numbers_of_gpus_that_a_recipe_cannot_use_are_left_out(recipe: Recipe) -> None:
+    cluster = recipe.cluster.model_copy(
+        update={"samplers": 1, "workers": 3, "sharding": "all", "shard_within": 3}
+    )
+    planner = Planner(recipe.model_copy(update={"cluster": cluster}), lambda sized, count: RATES, 0)
+    plan = planner.plan(7)
+    assert [option.workers for option in plan.scaling] == [4, 7, 16]
+    assert {option.recipe.cluster.samplers for option in plan.scaling} == {1}
+    with pytest.raises(UserError, match=r"8 GPUs cannot be divided by cluster.shard_within = 3"):
+        planner.plan(8)
+
+
+@pytest.mark.usefixtures("small")
 def test_algorithms_that_require_current_weights_get_no_lag() -> None:
     """Groups that are refilled are not predicted, whichever reward decides which are flat."""
     dapo = ["algorithm.name=dapo", "algorithm.advantage.flat_by=count"]
@@ -454,8 +467,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpus", "0"], "--gpus expects 1 to 1024, got 0"),
         (
             ["cluster.samplers=2", "--gpus", "2"],
-            "--gpus 2 leaves no GPU for training, since cluster.samplers = 2; use at least 3",
+            "2 GPUs leave none for training, since cluster.samplers = 2; use at least 3",
         ),
+        (["cluster.samplers=32", "--gpus", "64"], "32 GPUs leave none for training"),
         (["cluster.samplers=1", "--measure"], "remove one of them"),
         (["cluster.workers=3"], "chooses cluster.workers for --gpus; remove cluster.workers=3"),
         (["--response-tokens", "9"], "--response-tokens is for language models; remove it"),

@@ -50,7 +50,9 @@ class SignEdit(Strict):
         if problem := self.unfit(sample.prompt):
             return Score.failed(problem)
         colour = colour_of(sample.prompt) or most_frequent(colour_shares(source(sample)))
-        text = target_of(sample.prompt) or self._reader.read(source(sample))
+        text = target_of(sample.prompt) or self._word_of(sample)
+        if not text:
+            return Score.failed("no text can be read in the input image")
         prompt = replace(sample.prompt, columns={**sample.prompt.columns, "target": text})
         spelling = spelling_score(self._reader.read(sample.pixels), prompt)
         shares = colour_score(sample.pixels, colour)
@@ -58,6 +60,9 @@ class SignEdit(Strict):
         details = {"colour": shares.parts["right"], "word": spelling.parts["exact"]}
         details["exact"] = details["colour"] * details["word"]
         return Score(shares.value * spelling.value, details, f"{shares.text}: {spelling.text}")
+
+    def _word_of(self, sample: Sample) -> str:
+        return self._reader.read(source(sample)).strip()
 
     @cached_property
     def _reader(self) -> Ocr:
