@@ -48,6 +48,12 @@ def test_without_columns_what_must_stay_is_read_from_the_input_image(
     assert scored("KITE", "green", prompt).parts["exact"] == 0
 
 
+def test_an_input_image_without_a_word_is_an_error_of_its_samples(tmp_path: Path) -> None:
+    Image.new("RGB", (96, 32), "red").save(tmp_path / "empty.png")
+    prompt = Prompt(recolour("green"), images=(PromptImage(str(tmp_path / "empty.png")),))
+    assert scored("OVEN", "green", prompt).error == "no text can be read in the input image"
+
+
 @pytest.mark.parametrize(
     "columns", [{}, {"target": "KITE"}, {"colour": "red"}, {"target": "KITE", "colour": "pink"}]
 )
