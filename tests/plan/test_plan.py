@@ -446,6 +446,7 @@ def test_a_shared_network_is_slower_and_needs_less(recipe: Recipe) -> None:
     assert tabulated.rates(counted, gpu, recipe, 8).reduce < whole.reduce  # NVLink
 
 
+@pytest.mark.usefixtures("small")
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "demo", *SIZES, "--gpus", "4", "--gpu", "a100", "--explain"]
     assert cli.main([*arguments, "--quiet"]) == 0
