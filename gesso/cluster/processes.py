@@ -35,10 +35,8 @@ LAST_LINES = 8
 """Lines of a worker's output that are repeated when it dies."""
 IDLE = "waiting for work"
 COLLECTIVE = re.compile("gloo|nccl|connection (closed|reset)", re.IGNORECASE)
-NOTICED = 10.0
-"""Seconds in which the end of a worker is noticed."""
 DROPPED_BEFORE = 0.5
-"""Of these, the seconds until a worker counts as the cause that was dropped before."""
+"""Seconds until a worker that was dropped before counts as the cause of a failed collective."""
 ERRORS: dict[str, type[Exception]] = {
     "UserError": UserError,
     "StopRun": StopRun,
@@ -114,6 +112,8 @@ class Message:
 class Processes:
     same_machine = True
     """Whether workers can read the files of the driver."""
+    noticed = 10.0
+    """Seconds in which the end of a worker is noticed."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class Processes:
     def _raise_if_ended(self) -> None:
         """A collective fails when another rank ends, and may be reported before its end."""
         started = time.monotonic()
-        while (waited := time.monotonic() - started) < NOTICED:
+        while (waited := time.monotonic() - started) < self.noticed:
             for worker in self.workers:
                 if worker.ended and (not worker.dropped or waited > DROPPED_BEFORE):
                     self._raise_ended(worker.rank)

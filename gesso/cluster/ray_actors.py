@@ -10,7 +10,7 @@ import io
 import itertools
 import queue
 import re
-import time
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ BECAUSE = re.compile(r"(?:The actor is dead because|exception raised in the crea
 """The part of Ray's message about an actor that says why it died."""
 AGAIN = 0.5
 """Seconds after which an interrupted call is repeated. Ray reports an actor that cannot be reached
-as unavailable at first, and as dead once it has given up its node."""
+as unavailable at first, and as dead once it has given up its node, after 15 s or more."""
 CALLS = 16
 """Calls of an actor at a time, most of which wait for their turn."""
 
@@ -44,9 +44,11 @@ class Call:
 class CallingMessages:
     """The driver's end of the connection to an actor: every message is a call."""
 
-    def __init__(self, ray: Any, actor: Any) -> None:
+    def __init__(self, ray: Any, actor: Any, node: ray_nodes.Node) -> None:
         self._ray = ray
         self._actor = actor
+        self._node = node
+        self._shut = threading.Event()
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._call: Call | None = None  # the oldest one whose messages have not all been received
         self._numbers = itertools.count()
@@ -64,19 +66,22 @@ class CallingMessages:
         call.messages = answer.remote(call.number, call.attempt, self._received, call.task)
 
     def receive(self) -> tuple[dict[str, Any], list[bytes]]:
-        while True:
+        while not self._shut.is_set():  # after ray.shutdown(), a call would start another Ray
             if self._call is None:
                 self._call = self._calls.get()
                 if self._call is None:
-                    raise EOFError
+                    break
             try:
                 if self._call.messages is None:
                     self._begin(self._call)
                 frame = self._ray.get(next(self._call.messages))
             except StopIteration:
                 self._call = None
-            except self._ray.exceptions.ActorUnavailableError:  # the network was interrupted
-                time.sleep(AGAIN)
+            except self._ray.exceptions.ActorUnavailableError as error:
+                if self._node.refuses():
+                    self.error = "the node has ended"
+                    raise EOFError from error
+                self._shut.wait(AGAIN)  # the network was interrupted
                 self._call.messages = None
             except self._ray.exceptions.RayError as error:
                 self.error = str(error)
@@ -84,8 +89,10 @@ class CallingMessages:
             else:
                 self._received += 1
                 return read_frame(io.BytesIO(frame).read)
+        raise EOFError
 
     def shut(self) -> None:
+        self._shut.set()
         self._calls.put(None)
 
 
@@ -112,6 +119,7 @@ class ActorWorker(Worker):
 
 class Actors(Processes):
     same_machine = False
+    noticed = 30.0
 
     def __init__(self, placement: Placement, patience: float, progress: Progress) -> None:
         assert placement.on_ray is not None
@@ -144,8 +152,8 @@ class Actors(Processes):
             )
         node_of = placement_group_table(self._group)["bundles_to_node_id"]
         self._bundles = sorted(node_of, key=lambda bundle: (node_of[bundle], bundle))
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
-        self._addresses = [addresses[node_of[bundle]] for bundle in self._bundles]
+        nodes = {each["NodeID"]: ray_nodes.Node.of(each) for each in self._ray.nodes()}
+        self._nodes = [nodes[node_of[bundle]] for bundle in self._bundles]
 
     def _start(self, rank: int, environment: Mapping[str, str]) -> Worker:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -158,15 +166,15 @@ class Actors(Processes):
             scheduling_strategy=strategy,
         )
         actor = kind.remote(gesso.__version__, dict(environment))
-        messages, life = CallingMessages(self._ray, actor), ActorLife(self._ray, actor)
-        return ActorWorker(rank, messages, life, node=self._addresses[rank])
+        messages = CallingMessages(self._ray, actor, self._nodes[rank])
+        return ActorWorker(rank, messages, ActorLife(self._ray, actor), node=self.address(rank))
 
     def store(self) -> dict[str, Any]:
         host = self.address(0)
         return {"host": host, **self.one(0, "host", {"address": host})}
 
     def address(self, rank: int) -> str:
-        return self._addresses[rank]
+        return self._nodes[rank].address
 
     def name(self, rank: int) -> str:
         return f"{super().name(rank)} on Ray node {self.address(rank)}"

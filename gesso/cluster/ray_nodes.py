@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from gesso.types import UserError
 
 REACHABLE = 10.0
 """Seconds in which a given address must accept a connection; Ray itself tries for minutes."""
+REFUSES = 1.0
+"""Seconds to wait for an answer of a node that may have ended."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,16 @@ class Node:
     cpus: int
     gpus: int
 
+    @classmethod
+    def of(cls, described: Mapping[str, Any]) -> Node:
+        """As Ray describes it."""
+        return cls(
+            described["NodeManagerAddress"],
+            described["NodeManagerPort"],
+            int(described["Resources"].get("CPU", 0)),
+            int(described["Resources"].get("GPU", 0)),
+        )
+
     def reachable(self) -> bool:
         """Whether the node can be reached: Ray notices a lost machine only after some time."""
         try:
@@ -28,6 +40,16 @@ class Node:
         except OSError:
             return False
         return True
+
+    def refuses(self) -> bool:
+        """Whether its Ray processes have ended. An interrupted network does not refuse."""
+        try:
+            socket.create_connection((self.address, self.port), REFUSES).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
 
 
 def connect(address: str) -> Any:
@@ -55,16 +77,7 @@ def connect(address: str) -> Any:
 
 def nodes(address: str) -> list[Node]:
     """The nodes that are alive."""
-    return [
-        Node(
-            node["NodeManagerAddress"],
-            node["NodeManagerPort"],
-            int(node["Resources"].get("CPU", 0)),
-            int(node["Resources"].get("GPU", 0)),
-        )
-        for node in connect(address).nodes()
-        if node["Alive"]
-    ]
+    return [Node.of(described) for described in connect(address).nodes() if described["Alive"]]
 
 
 def most_threads(nodes: Sequence[Node], workers: int) -> int:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import itertools
 import queue
 import random
+import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 from gesso.cluster import ray_actors
 from gesso.cluster.actor import CallMessages
 from gesso.cluster.ray_actors import CallingMessages
+from gesso.cluster.ray_nodes import Node
 
 TASKS = 60
 
@@ -63,6 +66,17 @@ class Network:
         return reference()
 
 
+@dataclass(frozen=True)
+class Played(Node):
+    refused: bool
+
+    def refuses(self) -> bool:
+        return self.refused
+
+
+LISTENS, ENDED = (Played("10.0.0.1", 1, 1, 0, refused) for refused in (False, True))
+
+
 def work(messages: CallMessages) -> None:
     """What a worker does: messages before the first task, between tasks and as answers."""
     messages.send({"line": "ready"})
@@ -78,7 +92,7 @@ def test_tasks_and_messages_arrive_once(seed: int, monkeypatch: pytest.MonkeyPat
     actor = CallMessages()
     threading.Thread(target=work, args=(actor,), daemon=True).start()
     network = Network(actor, seed)
-    driver = CallingMessages(network, network)
+    driver = CallingMessages(network, network, LISTENS)
     expected: list[Any] = [({"line": "ready"}, [])]
     for task in range(TASKS):
         driver.send({"task": task}, b"x" * task)
@@ -89,3 +103,32 @@ def test_tasks_and_messages_arrive_once(seed: int, monkeypatch: pytest.MonkeyPat
     driver.shut()
     with pytest.raises(EOFError):
         driver.receive()
+
+
+def test_calls_of_a_node_that_has_ended_or_of_a_closed_driver_are_not_repeated() -> None:
+    """A repeated call after `ray.shutdown()` would start a local Ray."""
+    calls: list[Any] = []
+
+    class Down(Network):
+        def remote(self, *call: Any) -> Iterator[Any]:
+            calls.append(call)
+            return iter([self._lose])
+
+    for node in (ENDED, LISTENS):
+        calls.clear()
+        network = Down(CallMessages(), 0)
+        driver = CallingMessages(network, network, node)
+        driver.send({"task": 0})
+        if node is LISTENS:
+            driver.shut()
+        with pytest.raises(EOFError):
+            driver.receive()
+        assert len(calls) == 1
+        assert driver.error == ("the node has ended" if node is ENDED else "")
+
+
+def test_a_node_that_has_ended_refuses_connections() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        node = Node(*server.getsockname(), 1, 0)
+        assert not node.refuses()
+    assert node.refuses()
