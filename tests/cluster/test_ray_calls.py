@@ -129,6 +129,6 @@ def test_calls_of_a_node_that_has_ended_or_of_a_closed_driver_are_not_repeated()
 
 def test_a_node_that_has_ended_refuses_connections() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        node = Node(*server.getsockname(), 1, 0)
+        node = Node("127.0.0.1", server.getsockname()[1], 1, 0)
         assert not node.refuses()
     assert node.refuses()
