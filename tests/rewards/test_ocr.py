@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from gesso.formulas.text import normalised, spelling
 from gesso.rewards import assembly, base
+from gesso.rewards.image import ocr
 from gesso.types import Prompt, Sample, Score
 from tests.typed import sure
 from tools.zoo.render import draw
@@ -130,6 +132,14 @@ def test_text_longer_than_the_target_is_reported() -> None:
     images = [paint("KITE"), paint("KITES"), paint("KITE KITE"), paint("KIT")]
     longer = [read(image, "KITE").parts["longer"] for image in images]
     assert longer == [0, 1, 1, 0] and np.mean(longer) == 0.5
+
+
+def test_full_width_letters_are_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RapidOCR reads some widely spaced letters so; pages show what was read."""
+    result = SimpleNamespace(txts=("MI\uff2cK",))
+    monkeypatch.setattr(ocr, "_engine", lambda detect, strip: lambda image: result)
+    score = read(paint("MILK"), "MILK")
+    assert score.text == "MILK" and score.parts["exact"] == 1
 
 
 def test_letters_pay_without_limit() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,11 +43,12 @@ class Ocr(Strict):
         return spelling_score(text, prompt)
 
     def read(self, image: np.ndarray) -> str:
-        """All text in an RGB image, in reading order, lines joined by spaces."""
+        """All text in an RGB image, in reading order, lines joined by spaces, with full-width
+        letters as plain ones."""
         height, width = image.shape[:2]
         strip = min(320, -(-48 * width // height)) if not self.detect else 320
         result = _engine(self.detect, strip)(np.ascontiguousarray(image[:, :, ::-1]))
-        return " ".join(result.txts or ())
+        return unicodedata.normalize("NFKC", " ".join(result.txts or ()))
 
 
 def spelling_score(text: str, prompt: Prompt) -> Score:
