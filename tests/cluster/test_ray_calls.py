@@ -17,6 +17,7 @@ import pytest
 
 from gesso.cluster import ray_actors
 from gesso.cluster.actor import CallMessages
+from gesso.cluster.channel import pack_frame
 from gesso.cluster.ray_actors import CallingMessages
 from gesso.cluster.ray_nodes import Node
 
@@ -40,10 +41,12 @@ class Network:
         self.answer = SimpleNamespace(options=lambda num_returns: self)
         self._messages = messages
         self._random = random.Random(seed)
+        self.calls: list[Any] = []
         self.lost = 0
 
     def remote(self, *call: Any) -> Iterator[Any]:
         """Breaks before the call has arrived, after a few messages or not at all."""
+        self.calls.append(call)
         arriving = self._random.choice([-1, 0, 1, 2, 99, 99])
         references: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -86,6 +89,21 @@ def work(messages: CallMessages) -> None:
             messages.send({"task": content["task"], "answer": i}, *data)
 
 
+def received(driver: CallingMessages, count: int) -> list[Any]:
+    """The next messages, or the EOFError that ends them; fails if they do not arrive."""
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            for _ in range(count):
+                messages.put(driver.receive())
+        except EOFError as error:
+            messages.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return [messages.get(timeout=30) for _ in range(count)]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_tasks_and_messages_arrive_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_actors, "AGAIN", 0.0)
@@ -98,32 +116,48 @@ def test_tasks_and_messages_arrive_once(seed: int, monkeypatch: pytest.MonkeyPat
         driver.send({"task": task}, b"x" * task)
         answers = [{"task": task, "answer": i} for i in range(task % 4)]
         expected += [(answer, [b"x" * task]) for answer in answers]
-    assert [driver.receive() for _ in expected] == expected
+    assert received(driver, len(expected)) == expected
     assert network.lost > TASKS / 4
+    attempts = [call[:2] for call in network.calls]  # number, attempt
+    assert len(set(attempts)) == len(attempts) > TASKS
     driver.shut()
     with pytest.raises(EOFError):
         driver.receive()
 
 
+def test_earlier_attempts_of_a_repeated_call_end() -> None:
+    """They would occupy the actor's threads until the worker has finished its task."""
+    actor = CallMessages()
+    task = pack_frame({"task": 0}, ())
+    first, second = (
+        threading.Thread(target=list, args=(actor.call(0, attempt, 0, task),), daemon=True)
+        for attempt in (1, 2)
+    )
+    first.start()
+    assert actor.receive() == ({"task": 0}, [])
+    assert first.is_alive()
+    second.start()
+    first.join(30)
+    assert not first.is_alive() and second.is_alive()
+    assert not actor._tasks  # a task that has begun is not kept again
+
+
 def test_calls_of_a_node_that_has_ended_or_of_a_closed_driver_are_not_repeated() -> None:
     """A repeated call after `ray.shutdown()` would start a local Ray."""
-    calls: list[Any] = []
 
     class Down(Network):
         def remote(self, *call: Any) -> Iterator[Any]:
-            calls.append(call)
+            self.calls.append(call)
             return iter([self._lose])
 
     for node in (ENDED, LISTENS):
-        calls.clear()
         network = Down(CallMessages(), 0)
         driver = CallingMessages(network, network, node)
         driver.send({"task": 0})
         if node is LISTENS:
             driver.shut()
-        with pytest.raises(EOFError):
-            driver.receive()
-        assert len(calls) == 1
+        (end,) = received(driver, 1)
+        assert isinstance(end, EOFError) and len(network.calls) == 1
         assert driver.error == ("the node has ended" if node is ENDED else "")
 
 
