@@ -139,6 +139,23 @@ def test_separate_samplers_that_pay_are_chosen(recipe: Recipe) -> None:
     assert network.plan(4).best.recipe.cluster.samplers == 0
 
 
+def test_weights_are_sharded_where_they_do_not_fit(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An H100 has 77 GB for 150 GB of weights: two or more GPUs share them, one is left out."""
+
+    def estimate(recipe: Recipe, role: str) -> SimpleNamespace:
+        return SimpleNamespace(peak=150e9 / (recipe.cluster.shard_within or 1))
+
+    monkeypatch.setattr(planner, "estimate", estimate)
+    plan = Planner(recipe, lambda sized, count: RATES, 0, gpus.find("h100")).plan(16)
+    assert [option.workers for option in plan.scaling] == [2, 4, 8, 16, 32]
+    assert {option.recipe.cluster.sharding for option in plan.scaling} == {"all"}
+    within = [option.recipe.cluster.shard_within for option in plan.scaling]
+    assert within == [2, 4, 8, 8, 8]
+    assert 'sharded weights (cluster.sharding = "all")' in plan.notes[0]
+
+
 @pytest.mark.usefixtures("small")
 def test_numbers_of_gpus_that_a_recipe_cannot_use_are_left_out(recipe: Recipe) -> None:
     cluster = recipe.cluster.model_copy(
