@@ -155,7 +155,7 @@ MUTANTS = [
         "gesso/data/images.py",
         "if any(map(os.path.isdir, _places(paths[0], folder))):",
         "if False:",
-        "tests/data tests/use/test_sources.py",
+        "tests/use/test_sources.py",
     ),
     Mutant(
         "sft-target-image",

@@ -75,7 +75,7 @@ class Site:
 
     def stop(self) -> None:
         self.server.should_exit = True
-        self.thread.join(60)
+        self.thread.join(5)
 
 
 def evaluate(run: RunFolder, step: int, right: list[int]) -> None:
