@@ -58,7 +58,7 @@ class Browser:
         return Tab(found["webSocketDebuggerUrl"], width, height)
 
     def close(self) -> None:
-        self.started.end(5.0)  # Chromium has ignored SIGTERM for a minute
+        self.started.end(5.0)  # it is killed if it ignores SIGTERM
 
 
 class Tab:
