@@ -1,16 +1,16 @@
-"""The plain side of flow_iteration.py: one iteration as Flow-GRPO's script runs it.
+"""The plain side of flow_iteration.py and model_iteration.py: one iteration as Flow-GRPO's scripts
+run it.
 
-Float32 weights under autocast, PEFT adapters, no compilation, both guidance branches in one batch,
-one denoising step of a batch per pass, the decoder in float32. Step and loss formulas are Gesso's,
-so that both sides compute the same; this file decides how the networks run.
+Weights as they are loaded, under autocast; PEFT adapters, no compilation, both guidance branches in
+one batch, one denoising step of a batch per pass. Step and loss formulas are Gesso's, so that both
+sides compute the same; this file decides how the networks run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,10 +19,77 @@ from torch import Tensor
 from gesso.algorithms.diffusion_nft import DiffusionNFT
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.formulas import flow_steps, kl, matching, nft, objectives
+from gesso.models.flow.packing import pack, unpack
 from gesso.rollout import Conditioning
 from gesso.types import SampleSpec
 
 Noise = Callable[[], Tensor]
+Guide = Callable[[Tensor, Tensor, float, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How diffusers' pipelines run a kind of network and of decoder."""
+
+    velocity: Callable[[Any, Tensor, Tensor, Conditioning], Tensor]  # network, x, sigma, cond
+    decode: Callable[[Any, Tensor], Tensor]  # decoder, latents
+
+
+def _sd3(network: Any, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+    return network(
+        hidden_states=x,
+        timestep=sigma * 1000,
+        encoder_hidden_states=cond.embeds,
+        pooled_projections=cond.pooled,
+        return_dict=False,
+    )[0]
+
+
+def _flux(network: Any, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+    from diffusers import FluxPipeline
+
+    h, w = x.shape[-2:]
+    ids = FluxPipeline._prepare_latent_image_ids(1, h // 2, w // 2, x.device, x.dtype)
+    v = network(
+        hidden_states=pack(x),
+        timestep=sigma,
+        guidance=cond.guidance,
+        pooled_projections=cond.pooled,
+        encoder_hidden_states=cond.embeds,
+        txt_ids=ids.new_zeros(cond.embeds.shape[1], 3),
+        img_ids=ids,
+        return_dict=False,
+    )[0]
+    return unpack(v, h, w)
+
+
+def _qwen(network: Any, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+    """Without a mask: no prompt is padded."""
+    h, w = x.shape[-2:]
+    v = network(
+        hidden_states=pack(x),
+        timestep=sigma,
+        encoder_hidden_states=cond.embeds,
+        img_shapes=[[(1, h // 2, w // 2)]] * len(x),
+        return_dict=False,
+    )[0]
+    return unpack(v, h, w)
+
+
+def _decode(vae: Any, z: Tensor) -> Tensor:
+    z = z / vae.config.scaling_factor + (vae.config.shift_factor or 0)
+    return vae.decode(z, return_dict=False)[0]
+
+
+def _decode_qwen(vae: Any, z: Tensor) -> Tensor:
+    mean, std = (
+        z.new_tensor(values).view(-1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return vae.decode((z * std + mean).unsqueeze(2), return_dict=False)[0][:, :, 0]
+
+
+SD3, FLUX, QWEN = Form(_sd3, _decode), Form(_flux, _decode), Form(_qwen, _decode_qwen)
 
 
 @dataclass
@@ -30,7 +97,7 @@ class Batch:
     """Latents and log-probs of all steps, for some samples."""
 
     cond: Conditioning
-    negative: Conditioning
+    negative: Conditioning | None
     latents: list[Tensor]  # steps+1 of (N, C, H, W)
     logp: dict[int, Tensor]  # of the stochastic steps, (N,)
     images: Tensor
@@ -38,20 +105,22 @@ class Batch:
 
 class Plain:
     def __init__(
-        self, folder: Path, device: torch.device, lora: Any, start: Mapping[str, Tensor]
+        self,
+        network: Any,
+        vae: Any,
+        form: Form,
+        guide: Guide,
+        lora: Any,
+        start: Mapping[str, Tensor],
     ) -> None:
-        """`lora`: PEFT's settings; `start`: the adapter's weights by Gesso's names."""
-        from diffusers import AutoencoderKL, SD3Transformer2DModel
+        """`guide`: (negative, positive, scale, sigma) → velocity; `lora`: PEFT's settings; `start`:
+        the adapter's weights by Gesso's names."""
         from peft import get_peft_model
 
-        def load(kind: Any, part: str) -> Any:
-            module = kind.from_pretrained(folder, subfolder=part, torch_dtype=torch.float32)
-            return module.requires_grad_(False).to(device)
-
-        self.device = device
+        self.device: torch.device = network.device
         self.dtype: torch.dtype | None = torch.bfloat16  # None: float32, the reference
-        self.vae = load(AutoencoderKL, "vae")
-        self.network = get_peft_model(load(SD3Transformer2DModel, "transformer"), lora)
+        self.vae, self.form, self.guide = vae, form, guide
+        self.network = get_peft_model(network.requires_grad_(False), lora)
         self.network.add_adapter("old", lora)
         self.network.set_adapter("default")
         self.start = start
@@ -73,28 +142,27 @@ class Plain:
         return torch.autocast(self.device.type, self.dtype)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        dtype = self.network.dtype
+        cond = replace(
+            cond,
+            embeds=cond.embeds.to(dtype),
+            pooled=None if cond.pooled is None else cond.pooled.to(dtype),
+        )
         with self.precision():
-            return self.network(
-                hidden_states=x,
-                timestep=sigma * 1000,
-                encoder_hidden_states=cond.embeds.float(),
-                pooled_projections=None if cond.pooled is None else cond.pooled.float(),
-                return_dict=False,
-            )[0].float()
+            return self.form.velocity(self.network, x.to(dtype), sigma, cond).float()
 
     def guided(self, x: Tensor, sigma: Tensor, batch: Batch, scale: float, detach: bool) -> Tensor:
-        if scale <= 1:
+        if batch.negative is None or scale <= 1:
             return self.velocity(x, sigma, batch.cond)
         both = Conditioning.stack([batch.negative, batch.cond])
         u, c = self.velocity(x.repeat(2, 1, 1, 1), sigma.repeat(2), both).chunk(2)
-        u = u.detach() if detach else u
-        return u + scale * (c - u)
+        return self.guide(u.detach() if detach else u, c, scale, sigma)
 
     @torch.no_grad()
     def sample(
         self,
         cond: Conditioning,
-        negative: Conditioning,
+        negative: Conditioning | None,
         spec: SampleSpec,
         sigmas: Tensor,
         noise: Noise,
@@ -124,9 +192,8 @@ class Plain:
 
     @torch.no_grad()
     def decode(self, batch: Batch) -> None:
-        vae = self.vae
-        z = batch.latents[-1] / vae.config.scaling_factor + vae.config.shift_factor
-        unit = (vae.decode(z, return_dict=False)[0] / 2 + 0.5).clamp(0, 1)
+        z = batch.latents[-1].to(self.vae.dtype)
+        unit = (self.form.decode(self.vae, z).float() / 2 + 0.5).clamp(0, 1)
         batch.images = (unit * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu()
 
     def update(

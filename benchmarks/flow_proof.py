@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from flow_plain import Batch
-from flow_sides import NEGATIVE, PROMPT, Ours, Theirs, advantages
+from flow_sides import Ours, Theirs, advantages
 from torch import Tensor
 
 from gesso import config
@@ -36,7 +36,7 @@ def prove(ours: Ours, theirs: Theirs, images: int = 2) -> dict[str, tuple[float,
         truth = theirs.sample(algorithm, images, exact=True)
         logp, slope = their_replay(theirs, truth, algorithm, images)
         plain.dtype = half
-        mine = our_replay(ours, truth, algorithm)
+        mine = our_replay(ours, theirs, truth, algorithm)
         yours = their_replay(theirs, truth, algorithm, images)
         if gradient == "both":
             end = truth.latents[-1]
@@ -61,7 +61,8 @@ def in_one_pass(ours: Ours, theirs: Theirs, images: int) -> tuple[float, float]:
     trace, row = rollout.flow_trace, rollout.flow_trace.row
     logps = dict(enumerate(rollout.logp.unbind(1)))
     steps = list(trace.latents.unbind(1))
-    path = Batch(theirs.cond.rows(row), theirs.negative.rows(row), steps, logps, torch.empty(0))
+    negative = None if theirs.negative is None else theirs.negative.rows(row)
+    path = Batch(theirs.cond.rows(row), negative, steps, logps, torch.empty(0))
     half, theirs.plain.dtype = theirs.plain.dtype, None
     _, truth = their_replay(theirs, path, algorithm, images)
     theirs.plain.dtype = half
@@ -83,18 +84,20 @@ def their_replay(
         ratio = torch.exp(logps[-1] - batch.logp[i])
         (-(advantage * ratio).mean() / algorithm.terms_a_sample).backward()
     names = {id(p): n for n, p in plain.network.named_parameters()}
-    grads = sorted((names[id(p)], p.grad.flatten()) for p in plain.trained)
+    trained = [p for p in plain.trained if p.grad is not None]  # not those of the last text layers
+    grads = sorted((names[id(p)], p.grad.flatten()) for p in trained)
     plain.optimizer.zero_grad()
     return torch.stack([t.detach() for t in logps], 1), torch.cat([g for _, g in grads])
 
 
-def our_replay(ours: Ours, batch: Batch, algorithm: FlowGRPO) -> tuple[Tensor, Tensor]:
+def our_replay(
+    ours: Ours, theirs: Theirs, batch: Batch, algorithm: FlowGRPO
+) -> tuple[Tensor, Tensor]:
     model, images, steps = ours.model, len(batch.latents[0]), algorithm.terms_a_sample
     model.policy.load(ours.start)
     size = Size(ours.shape.size, ours.shape.size)
     sigmas = model.sigmas(algorithm.steps, *size).to(model.device)
-    cond, negative = (model.encode([prompt], size) for prompt in (PROMPT, NEGATIVE))
-    context = FlowContext(sigmas, cond, negative)
+    context = FlowContext(sigmas, theirs.cond, theirs.negative)
     latents = torch.stack(batch.latents[: steps + 1], 1)
     row = torch.zeros(images, dtype=torch.long, device=model.device)
     index = torch.arange(steps, device=model.device).repeat(images, 1)

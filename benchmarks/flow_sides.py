@@ -6,12 +6,13 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from flow_plain import Batch, Plain
+from flow_plain import SD3 as SD3_FORM
+from flow_plain import Batch, Form, Plain
 from torch import Tensor
 
 from gesso import config
@@ -21,6 +22,7 @@ from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.algorithms.flow_grpo_fast import FlowGRPOFast
 from gesso.formulas.advantages import group_relative
 from gesso.learner.learner import Learner
+from gesso.models.flow.base import PromptCache
 from gesso.models.flow.compiled import sizes
 from gesso.models.flow.pipeline import PipelineModel
 from gesso.models.flow.sd3 import SD3
@@ -155,12 +157,14 @@ class RandomEmbeddings(PipelineModel):
                     torch.randn(
                         1, self.text_tokens, net_config.joint_attention_dim, generator=noise
                     ),
-                    torch.randn(1, net_config.pooled_projection_dim, generator=noise),
+                    torch.randn(1, net_config.pooled_projection_dim, generator=noise)
+                    if "pooled_projection_dim" in net_config
+                    else None,
                 )
             )
         cond = Conditioning.stack(rows).to(self.device)
-        assert cond.pooled is not None
-        return Conditioning(cond.embeds.to(self.dtype), cond.pooled.to(self.dtype))
+        pooled = None if cond.pooled is None else cond.pooled.to(self.dtype)
+        return Conditioning(cond.embeds.to(self.dtype), pooled)
 
     def decode(self, latents: Tensor, cond: Conditioning) -> Tensor:
         started = now()
@@ -209,6 +213,11 @@ class Ours:
         settings = config.Learner(micro_batch=self.shape.images)
         return Learner(self.model, algorithm, config.Optimizer(), settings, 0, ranks=ranks)
 
+    def release(self) -> None:
+        """Frees the network; sizes, formulas and prompts stay."""
+        self.model.network.to_empty(device="meta")
+        del self.model.policy
+
     def sample(self, algorithm: Algorithm, images: int) -> Rollout:
         place = config.Model(path="", height=self.shape.size, width=self.shape.size)
         spec: Any = algorithm.spec(0, 0, place)
@@ -249,17 +258,31 @@ class Theirs:
     plain: Plain
     ours: Ours
     cond: Conditioning  # one row each: encoding prompts is not part of an iteration
-    negative: Conditioning
+    negative: Conditioning | None
 
     @classmethod
     def load(cls, folder: Path, ours: Ours) -> Theirs:
+        """SD3, as Flow-GRPO's script loads it: in float32."""
+        from diffusers import AutoencoderKL, SD3Transformer2DModel
+
+        def load(kind: Any, part: str) -> Any:
+            module = kind.from_pretrained(folder, subfolder=part, torch_dtype=torch.float32)
+            return module.requires_grad_(False).to(ours.model.device)
+
+        network, vae = load(SD3Transformer2DModel, "transformer"), load(AutoencoderKL, "vae")
+        return cls.of(network, vae, SD3_FORM, ours)
+
+    @classmethod
+    def of(cls, network: Any, vae: Any, form: Form, ours: Ours, guidance: float = 4.5) -> Theirs:
         from peft import LoraConfig
 
         targets = list(ours.model.lora_targets)
         lora = LoraConfig(r=32, lora_alpha=64, init_lora_weights="gaussian", target_modules=targets)
         size = Size(ours.shape.size, ours.shape.size)
-        cond, negative = (ours.model.encode([prompt], size) for prompt in (PROMPT, NEGATIVE))
-        return cls(Plain(folder, ours.model.device, lora, ours.start), ours, cond, negative)
+        prompt = replace(PROMPT, negative=NEGATIVE.text)
+        cond, negative = PromptCache(ours.model).conditions([prompt], size, guidance)
+        plain = Plain(network, vae, form, ours.model.guide, lora, ours.start)
+        return cls(plain, ours, cond, negative)
 
     def sample(self, algorithm: Algorithm, images: int, exact: bool) -> Batch:
         """`exact`: the same noise as ours; otherwise from the device's generator."""
@@ -267,7 +290,8 @@ class Theirs:
         place = config.Model(path="", height=shape.size, width=shape.size)
         spec: Any = algorithm.spec(0, 0, place)
         all_alike = torch.zeros(images, dtype=torch.long, device=device)
-        cond, negative = self.cond.rows(all_alike), self.negative.rows(all_alike)
+        cond = self.cond.rows(all_alike)
+        negative = None if self.negative is None else self.negative.rows(all_alike)
         latent = self.ours.model.latent_shape(shape.size, shape.size)
         streams = [torch.Generator().manual_seed(seed) for seed in range(images)]
 

@@ -17,113 +17,24 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import distributed
 
 sys.path.insert(0, str(Path(__file__).parent))  # for tests, which import this file
-from flow_sides import (
-    MEDIUM,
-    PHASES,
-    TINY,
-    Ours,
-    RandomEmbeddings,
-    Shape,
-    Times,
-    Wordless,
-    random_pipeline,
-)
+from flow_models import CASES, TINY_CASES, Case, load
+from flow_sides import PHASES, Ours, Times
 
-from gesso import config
 from gesso.algorithms.flow_grpo import FlowGRPO
-from gesso.models.flow import loading
-from gesso.models.flow.compiled import sizes
-from gesso.models.flow.flux import Flux
 from gesso.ranks import ALONE, Group, Ranks
 from gesso.weights.layout import Layout
 from gesso.worker import BACKENDS
 
 AIM = 1.05  # times the same without sharding
-
-
-class WordlessFlux(RandomEmbeddings, Flux):
-    """FLUX.1 without text encoders."""
-
-
-@dataclass(frozen=True)
-class Case:
-    kind: type[RandomEmbeddings]
-    shape: Shape
-    pipeline: Callable[[Shape, torch.device], Any]
-
-
-def _flux(shape: Shape, device: torch.device) -> Any:
-    from diffusers import (
-        AutoencoderKL,
-        FlowMatchEulerDiscreteScheduler,
-        FluxPipeline,
-        FluxTransformer2DModel,
-    )
-
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with device:
-            kinds = len(shape.decoder["block_out_channels"])
-            transformer = FluxTransformer2DModel(guidance_embeds=True, **shape.transformer)
-            vae = AutoencoderKL(
-                latent_channels=16, use_quant_conv=False, use_post_quant_conv=False,
-                shift_factor=0.0609, **shape.decoder,
-                down_block_types=("DownEncoderBlock2D",) * kinds,
-                up_block_types=("UpDecoderBlock2D",) * kinds,
-            )  # fmt: skip
-    finally:
-        torch.set_default_dtype(before)
-    absent = {f"{part}{i}": None for part in ("text_encoder", "tokenizer") for i in ("", "_2")}
-    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-    return FluxPipeline(transformer=transformer, vae=vae, scheduler=scheduler, **absent)
-
-
-FLUX = Shape({}, MEDIUM.decoder, size=512, text=512, images=8, dtype="bfloat16")
-TINY_FLUX = Shape(
-    {
-        "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 16, "in_channels": 64,
-        "num_attention_heads": 2, "joint_attention_dim": 24, "pooled_projection_dim": 16,
-        "axes_dims_rope": (4, 6, 6),
-    },
-    TINY.decoder, size=64, text=4, images=4, dtype="float32",
-)  # fmt: skip
-CASES = {"sd35": Case(Wordless, MEDIUM, random_pipeline), "flux": Case(WordlessFlux, FLUX, _flux)}
-TINY_CASES = {
-    "sd35": Case(Wordless, TINY, random_pipeline),
-    "flux": Case(WordlessFlux, TINY_FLUX, _flux),
-}
-
-
-def load(case: Case, device: torch.device, fold: bool) -> Ours:
-    shape = case.shape
-    section = config.Model(
-        path="", height=shape.size, width=shape.size, text_length=shape.text, dtype=shape.dtype,
-        device=str(device), lora=config.Lora(), fold=fold,
-    )  # fmt: skip
-
-    def random_weights(*_: Any) -> Any:
-        pipe = case.pipeline(shape, device)
-        for network in (pipe.transformer, pipe.vae):
-            network.to(getattr(torch, shape.dtype))
-        return pipe
-
-    with patch.object(loading, "load_pipeline", random_weights):
-        model = case.kind(section)
-    model.sizes = sizes(shape.images, shape.images)
-    return Ours(model, shape)
+MODELS = ["sd35", "flux"]
 
 
 def iterations(ours: Ours, ranks: Ranks, rounds: int) -> dict[str, Any]:
@@ -169,7 +80,7 @@ def show(name: str, row: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", nargs="*", choices=[*CASES], default=[*CASES])
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=MODELS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--not-folded", action="store_true", help="leave out folded adapters")
     parser.add_argument("--out", type=Path, help="folder for sharding.json")
