@@ -28,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # for tests, which import this file
 from flow_iteration import circumstances, compiled, matrix_peak, say
 from flow_models import CASES, TINY_CASES, Case, load
-from flow_sides import PHASES, Theirs, Times, Wordless
+from flow_sides import PHASES, Ours, Theirs, Times, Wordless
 
 from gesso import config
 from gesso.algorithms.flow_grpo_fast import FlowGRPOFast
@@ -81,21 +81,9 @@ def measure(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
     """Medians of some iterations of each side after a first one; ours compiles in it."""
     method = algorithm(case)
     ours = load(case, device, fold=True)
-    learner = ours.learner(method)
-    graphs = 0
-
-    def step() -> Times:
-        taken, metrics = ours.iteration(learner)
-        assert metrics["update/first_abs_dlogp_max"] == 0 or device.type == "cpu", metrics
-        return taken
-
-    row: dict[str, Any] = {}
-    row["ours"] = _timed("ours", step, rounds, after_first=lambda: compiled())
-    graphs = compiled()
-    row["compiled later"] = graphs - row["ours"].pop("graphs")
-    two = ours.model.guidance == "negative"
+    row: dict[str, Any] = _ours(ours, method, rounds)
+    branches = 2 if ours.model.guidance == "negative" else 1
     ours.release()
-    del learner
     _free()
     pipe = case.pipeline(case.shape, device)
     network = pipe.transformer.to(case.plain_dtype)
@@ -104,19 +92,29 @@ def measure(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
     theirs = Theirs.of(network, pipe.vae.to(case.plain_dtype), case.form, ours, case.guidance)
     row["plain"] = _timed("plain", lambda: theirs.iteration(method), rounds)
     forward, backward = counted(case)
-    branches = 2 if two else 1
-    row["sampling flops"] = case.shape.images * method.steps * branches * forward
-    trained = case.shape.images * method.terms_a_sample * branches
-    row["update flops"] = trained * (forward + backward)
+    rows = case.shape.images * branches  # of a step
+    row["sampling flops"] = rows * method.steps * forward
+    row["update flops"] = rows * method.terms_a_sample * (forward + backward)
     return row
 
 
-def _timed(
-    side: str, step: Callable[[], Times], rounds: int, after_first: Callable[[], int] | None = None
-) -> dict[str, Any]:
+def _ours(ours: Ours, method: FlowGRPOFast, rounds: int) -> dict[str, Any]:
+    learner = ours.learner(method)
+    gaps, graphs = [], []
+
+    def step() -> Times:
+        taken, metrics = ours.iteration(learner)
+        gaps.append(metrics["update/first_abs_dlogp_max"])
+        graphs.append(compiled())
+        return taken
+
+    row = {"ours": _timed("ours", step, rounds)}
+    return row | {"replay gap": max(gaps), "compiled later": graphs[-1] - graphs[0]}
+
+
+def _timed(side: str, step: Callable[[], Times], rounds: int) -> dict[str, float]:
     first = step()
     say(f"  {side}: first iteration {first['total']:.1f} s")
-    graphs = {} if after_first is None else {"graphs": after_first()}
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     times = []
@@ -125,7 +123,7 @@ def _timed(
         say(f"  {side}: " + ", ".join(f"{phase} {times[-1][phase]:.3f}" for phase in PHASES))
     peak = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
     middle = {phase: median(t[phase] for t in times) for phase in PHASES}
-    return middle | {"first": first["total"], "peak GB": peak} | graphs
+    return middle | {"first": first["total"], "peak GB": peak}
 
 
 def _free() -> None:
