@@ -1,7 +1,7 @@
 """Compares one GRPO iteration with LoRA on a vision-language model: 64 prompts with an image, 8
 responses each of 256 tokens. benchmarks/README.md explains the output.
 
-    python benchmarks/token_iteration.py [--out FOLDER] [--name token]  # on CUDA: Qwen2.5-VL-3B
+    python benchmarks/token_iteration.py [--model 3b] [--out FOLDER] [--name token]  # Qwen2.5-VL
     python benchmarks/token_iteration.py --tiny  # the same code on a CPU, in a minute
 
 Weights are random, so all responses are forced to the same length. (a) is transformers' `generate`
@@ -44,12 +44,20 @@ from gesso.types import Prompt, PromptImage, ResponseSpec, Score
 ZOO = Path(__file__).parents[1] / "gesso" / "zoo" / "shapes"
 BANDWIDTH = 4.8e12  # bytes/s of an H200, according to NVIDIA
 GAP = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # mean |Δ log-prob| between sampler and learner
-TEXT = dict(
-    hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
-    intermediate_size=11008, max_position_embeddings=32768, vocab_size=151936,
-)  # fmt: skip
+TEXTS = {
+    "3b": dict(
+        hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
+        intermediate_size=11008, max_position_embeddings=32768, vocab_size=151936,
+        tie_word_embeddings=True,
+    ),
+    "7b": dict(
+        hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+        intermediate_size=18944, max_position_embeddings=32768, vocab_size=152064,
+        tie_word_embeddings=False,
+    ),
+}  # fmt: skip
 SEES = dict(
-    depth=32, hidden_size=1280, num_heads=16, intermediate_size=3420, out_hidden_size=2048,
+    depth=32, hidden_size=1280, num_heads=16, intermediate_size=3420,
     patch_size=14, window_size=112, fullatt_block_indexes=[7, 15, 23, 31],
 )  # fmt: skip
 
@@ -69,7 +77,10 @@ class Size:
         return [i for i in range(self.prompts) for _ in range(self.group)]
 
 
-FULL = Size(64, 8, 256, 448, [64, 512], 16384, 8)
+FULL = {
+    "3b": Size(64, 8, 256, 448, [64, 512], 16384, 8),
+    "7b": Size(32, 8, 256, 448, [64, 256], 16384, 4),
+}
 TINY = Size(4, 2, 8, 64, [4, 8], 512, 4)
 
 
@@ -96,10 +107,13 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def fresh(self) -> None:
+    def fresh(self, keep: bool = False) -> None:
+        """`keep`: the allocator keeps its memory, as between the steps of a run. To allocate 70 GB
+        again takes half a second."""
         gc.collect()
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            if not keep:
+                torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
     @property
@@ -110,15 +124,17 @@ class Bench:
 # The model and its prompts
 
 
-def make_model(folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-    """Qwen2.5-VL-3B's shape with random weights, and the bundled model's tokenizer and template."""
+def make_model(name: str, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+    """Qwen2.5-VL's shape with random weights, and the bundled model's tokenizer and template."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     fields = json.loads((ZOO / "config.json").read_text())
-    text = fields["text_config"] | TEXT | {"max_window_layers": 36}
+    text = fields["text_config"] | TEXTS[name] | {"max_window_layers": 36}
+    sees = SEES | {"out_hidden_size": text["hidden_size"]}
+    fields["tie_word_embeddings"] = text["tie_word_embeddings"]
     text["rope_parameters"] |= {"mrope_section": [16, 24, 24], "rope_theta": 1e6}
     text.pop("layer_types")
-    fields |= {"text_config": text, "vision_config": fields["vision_config"] | SEES}
+    fields |= {"text_config": text, "vision_config": fields["vision_config"] | sees}
     left_out = ("architectures", "dtype", "transformers_version")
     model_config = Qwen2_5_VLConfig(**{k: v for k, v in fields.items() if k not in left_out})
     torch.set_default_dtype(dtype)
@@ -130,7 +146,7 @@ def make_model(folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         shutil.copy(ZOO / name, folder)
     shutil.copy(ZOO / "generation_config.json", folder)
     processor = json.loads((ZOO / "preprocessor_config.json").read_text())
-    edges = {"longest_edge": FULL.pixels**2, "shortest_edge": 56 * 56}
+    edges = {"longest_edge": FULL[name].pixels ** 2, "shortest_edge": 56 * 56}
     processor |= {"patch_size": 14, "size": edges}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
@@ -330,7 +346,7 @@ def update_ours(bench: Bench, model: VisionLanguage, rollout: Rollout) -> None:
     )
     first, metrics = bench.timed(lambda: learner.update(rollout, 0).metrics)
     graphs = compiled()
-    bench.fresh()
+    bench.fresh(keep=True)
     again, _ = bench.timed(lambda: learner.update(rollout, 1).metrics)
     hook.remove()
     assert max(rows) * len(model.allowed) <= head.LOGITS, "more than head.LOGITS at a time"
@@ -487,13 +503,14 @@ def run(bench: Bench, parts: list[str], file: Path | None) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=[*FULL], default="3b", help="size of Qwen2.5-VL")
     parser.add_argument("--tiny", action="store_true", help="the bundled model; not for times")
     parser.add_argument("--out", type=Path, help="folder for NAME.md and NAME.json")
     parser.add_argument(
         "--name", default="token", help="of these files; an older result is replaced"
     )
     parser.add_argument(
-        "--folder", type=Path, default=Path("/dev/shm/gesso-3b"), help="for weights"
+        "--folder", type=Path, help="for weights; the default is /dev/shm/gesso-MODEL"
     )
     parser.add_argument("--parts", default="ours,update,a,b", help="of: ours, update, a, b")
     options = parser.parse_args()
@@ -501,11 +518,12 @@ def main() -> int:
         parser.error("a CUDA device is needed; --tiny runs the same code without one")
     device = torch.device("cpu" if options.tiny else "cuda")
     dtype = torch.float32 if options.tiny else torch.bfloat16
-    size = TINY if options.tiny else FULL
-    bench = Bench(ZOO if options.tiny else options.folder, size, device, dtype)
-    if not options.tiny and not (options.folder / "config.json").is_file():
-        options.folder.mkdir(parents=True, exist_ok=True)
-        make_model(options.folder, device, dtype)
+    size = TINY if options.tiny else FULL[options.model]
+    folder = options.folder or Path(f"/dev/shm/gesso-{options.model}")
+    bench = Bench(ZOO if options.tiny else folder, size, device, dtype)
+    if not options.tiny and not (folder / "config.json").is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        make_model(options.model, folder, device, dtype)
         bench.say("model made")
     bench.fresh()
     bench.figures["circumstances"] = circumstances(bench)
