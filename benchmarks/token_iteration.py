@@ -142,8 +142,8 @@ def make_model(name: str, folder: Path, device: torch.device, dtype: torch.dtype
         model = Qwen2_5_VLForConditionalGeneration(model_config)
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder, max_shard_size="20GB")
-    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(ZOO / name, folder)
+    for file in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ZOO / file, folder)
     shutil.copy(ZOO / "generation_config.json", folder)
     processor = json.loads((ZOO / "preprocessor_config.json").read_text())
     edges = {"longest_edge": FULL[name].pixels ** 2, "shortest_edge": 56 * 56}
