@@ -184,8 +184,8 @@ def continued(model: FlowModel, data: LoadedData) -> LoadedData:
 
 
 def _continued(prompt: Prompt) -> Prompt:
-    clips = [clip for clip in prompt.given[:1] if isinstance(clip, video_files.PromptClip)]
-    return replace(prompt, images=prompt.images or tuple(clips))
+    clips = tuple(clip for clip in prompt.given[:1] if isinstance(clip, video_files.PromptClip))
+    return replace(prompt, images=clips) if clips and not prompt.images else prompt
 
 
 def fit_sizes(recipe: Recipe, model: FlowModel, data: LoadedData) -> LoadedData:
