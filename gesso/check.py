@@ -69,7 +69,7 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
         findings.fact("repeats", _repeats(job, repeatable))
         progress.phase("estimating memory")
         if family.wraps_library(job.model):
-            findings.facts += _memory(assuming(recipe, job.longest_prompt))
+            findings.facts += _memory(assuming(recipe, job.largest))
         else:
             findings.fact(
                 "memory", "not estimated: the model is neither from diffusers nor transformers"
@@ -122,7 +122,7 @@ def _check_in_workers(recipe: Recipe, placement: Placement, progress: Progress) 
                 _ratio(job, replayed(metrics)[0], findings)
                 job.cluster.publish(1)
         progress.phase("estimating memory")
-        findings.facts += _memory(assuming(recipe, job.longest_prompt))
+        findings.facts += _memory(assuming(recipe, job.largest))
         if placement.gpus:
             findings.fact("", f"measured: {size_of(1e9 * metrics['memory/gb'])} in the largest")
         samples = len(rollout.samples)
@@ -285,7 +285,7 @@ def _measured(job: Assembled, findings: Findings) -> None:
 
 def memory(recipe: Recipe, progress: Progress = SILENT) -> list[tuple[str, str]]:
     """The report of `gesso check --memory`. Needs the model's configs, neither weights nor a
-    device; of a language model it reads local data."""
+    device; reads local data where the memory depends on it."""
     assumed = with_data(recipe, progress)
     progress.phase("estimating memory")
     return _memory(assumed)
@@ -293,7 +293,7 @@ def memory(recipe: Recipe, progress: Progress = SILENT) -> list[tuple[str, str]]
 
 def _memory(assumed: Assumed) -> list[tuple[str, str]]:
     facts = []
-    for role, estimated in estimates(assumed.recipe).items():
+    for role, estimated in estimates(assumed.recipe, assumed.images).items():
         facts += _estimated(assumed, role, estimated)
     return facts
 

@@ -20,6 +20,7 @@ from gesso import build, families
 from gesso.algorithms.base import Algorithm
 from gesso.config import AnyModel, Recipe
 from gesso.data import prompts
+from gesso.data.prompts import ImageSizes, LargestPrompt
 from gesso.data.readers import why_not_local
 from gesso.memory.meta import MASTER, Load, Role, peak
 from gesso.memory.sharded import NOT_SHARDED, Shards
@@ -66,39 +67,45 @@ class Assumed(NamedTuple):
     """A recipe as it is estimated, and what that assumes about the prompts."""
 
     recipe: Recipe
-    prompts: str = ""  # empty if all prompts are padded to one length
+    prompts: str = ""  # empty if the memory does not depend on them
+    images: ImageSizes | None = None  # of every prompt; None: as few as the model accepts
 
 
-def assuming(recipe: Recipe, longest: int | None) -> Assumed:
-    """The recipe with the longest prompt of its data, in tokens, as the limit on prompts: it
-    decides the size of the KV cache."""
-    if longest is None:
+def assuming(recipe: Recipe, largest: LargestPrompt | None) -> Assumed:
+    """The recipe with the largest prompt of its data. Its tokens become the limit on prompts, which
+    decides the size of the KV cache; every prompt has its input images."""
+    if largest is None:
         return Assumed(recipe)
-    section = recipe.model.model_copy(update={"max_prompt": longest})
     paths = " and ".join(dict.fromkeys(s.path for s in (*recipe.data.train, *recipe.data.eval)))
-    text = f"prompts of at most {longest} tokens, as in {paths}"
-    return Assumed(recipe.model_copy(update={"model": section}), text)
+    text = f"{families.of(recipe).assumed_prompts(recipe, largest)}, as in {paths}"
+    if largest.tokens is not None:
+        section = recipe.model.model_copy(update={"max_prompt": largest.tokens})
+        recipe = recipe.model_copy(update={"model": section})
+    return Assumed(recipe, text, largest.images)
 
 
 def with_data(recipe: Recipe, progress: Progress = SILENT) -> Assumed:
-    """The same, with the data of a language model read if it is on this machine. Prompts that
-    cannot be scored count too: rewards are not started."""
+    """The same, with the data read if it matters and is on this machine. Prompts that cannot be
+    scored count too: rewards are not started."""
     family = families.of(recipe)
-    limit = family.max_prompt(recipe)
-    if limit is None:
+    unread = family.assumed_prompts(recipe, None)
+    if not unread:
         return Assumed(recipe)
     reasons = (why_not_local(s.path) for s in (*recipe.data.train, *recipe.data.eval))
     if missing := next((reason for reason in reasons if reason), None):
-        return Assumed(recipe, f"prompts of model.max_prompt = {limit} tokens: {missing}")
+        return Assumed(recipe, f"{unread}: {missing}")
     progress.phase("loading data")
     given = build.given(recipe)
     data = prompts.load(recipe.data, lambda prompt: None, lambda prompt: None, given)
     _, algorithm, model = built_on_meta(recipe)
-    return assuming(recipe, family.fit(recipe, algorithm, model, data, progress).longest)
+    return assuming(recipe, family.fit(recipe, algorithm, model, data, progress).largest)
 
 
-def built_on_meta(recipe: Recipe) -> tuple[Recipe, Algorithm, Any]:
-    """The recipe for the meta device, its algorithm and its model."""
+def built_on_meta(
+    recipe: Recipe, images: ImageSizes | None = None
+) -> tuple[Recipe, Algorithm, Any]:
+    """The recipe for the meta device, its algorithm and its model. `images`: of every prompt; None:
+    as few as the model accepts."""
     algorithm = build.algorithm(recipe)
     section = _on_meta(recipe.model, algorithm, recipe.cluster.sharding is None)
     bare = recipe.model_copy(update={"model": section})
@@ -108,23 +115,25 @@ def built_on_meta(recipe: Recipe) -> tuple[Recipe, Algorithm, Any]:
             f'cannot estimate the memory of model "{recipe.model.name}": expected a diffusers '
             "pipeline derived from PipelineModel, or a model of transformers"
         )
+    if images is not None:
+        model.blank_images = images
     return bare, algorithm, model
 
 
-def estimates(recipe: Recipe) -> dict[Role, Memory]:
+def estimates(recipe: Recipe, images: ImageSizes | None = None) -> dict[Role, Memory]:
     """The memory of each role of a worker."""
-    return {role: estimate(recipe, role) for role in roles(recipe)}
+    return {role: estimate(recipe, role, images) for role in roles(recipe)}
 
 
 def roles(recipe: Recipe) -> Sequence[Role]:
     return ("learner", "sampler") if recipe.cluster.samplers else ("worker",)
 
 
-def estimate(recipe: Recipe, role: Role = "worker") -> Memory:
+def estimate(recipe: Recipe, role: Role = "worker", images: ImageSizes | None = None) -> Memory:
     """The memory of a worker in this role."""
     if role == "sampler":
         recipe = undivided(recipe)
-    bare, algorithm, model = built_on_meta(recipe)
+    bare, algorithm, model = built_on_meta(recipe, images)
     family = families.of(recipe)
     algorithm, critic = family.add_critic(bare, algorithm, model)
     critic_parameters = critic.trained if critic is not None else {}

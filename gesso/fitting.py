@@ -47,7 +47,9 @@ def fit(recipe: Recipe, card: int, progress: Progress = SILENT) -> Fitted:
         key = tuple(settings.values())
         if key not in estimates:
             progress.phase(f"estimating {', '.join(f'{k}={v}' for k, v in settings.items())}")
-            estimates[key] = estimate(with_settings(assumed.recipe, settings))
+            estimates[key] = estimate(
+                with_settings(assumed.recipe, settings), images=assumed.images
+            )
         return estimates[key]
 
     def peak(keys: Sequence[str], value: int) -> int:

@@ -51,7 +51,7 @@ class Assembled:
     eval_prompts: Sequence[Prompt]
     notes: Sequence[str]  # about data and settings, shown before the run
     left_out: Sequence[str] = ()  # skipped rows of the data, each with its reason
-    longest_prompt: int | None = None  # tokens; only of language models
+    largest: prompts.LargestPrompt | None = None  # of the data
 
     @property
     def learner(self) -> Learner:
@@ -104,7 +104,7 @@ def assemble(recipe: Recipe, progress: Progress = SILENT) -> Assembled:
             "prompts; all of them are used"
         )
     return Assembled(
-        recipe, cluster.algorithm, cluster, rewards, held_out, notes, data.left_out, data.longest
+        recipe, cluster.algorithm, cluster, rewards, held_out, notes, data.left_out, data.largest
     )
 
 

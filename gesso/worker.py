@@ -247,7 +247,7 @@ class Worker(Exchanging, Saving):
             "held_out": [index[id(p)] for p in data.held_out],
             "notes": list(data.notes),
             "left_out": list(data.left_out),
-            "longest": data.longest,
+            "largest": data.largest,
         }
 
     def teach(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from PIL import Image
 import gesso
 from gesso import build, cli, run
 from gesso.algorithms.reward_gradient import RewardGradient
+from gesso.check import check
 from gesso.config import DataSource, Model
 from gesso.data import readers
 from gesso.data.prompts import WeightedPrompts
@@ -150,6 +151,12 @@ def test_what_a_check_says(data: dict[str, Any]) -> None:
     )
     with pytest.raises(UserError, match=r"does not support data\.curriculum; remove one of them"):
         build.recipe_from(data | {"data": data["data"] | {"curriculum": {"floor": 0.2}}})
+
+
+def test_a_check_assumes_the_input_images_of_the_data(data: dict[str, Any]) -> None:
+    findings = check(build.recipe_from(data))
+    paths = f"{data['data']['train']} and {data['data']['eval']}"
+    assert ("", f"assuming 1 input image per prompt, as in {paths}") in findings.facts
 
 
 def test_a_model_without_input_images_has_no_ratio_to_match(recipe_data: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from gesso.cluster.processes import Message, Processes
 from gesso.cluster.protocol import Batch
 from gesso.cluster.remote_trace import RemoteTrace
 from gesso.config import Recipe
-from gesso.data.prompts import LoadedData, Stream, WeightedPrompts
+from gesso.data.prompts import LargestPrompt, LoadedData, Stream, WeightedPrompts
 from gesso.learner.learner import Update
 from gesso.rewards.transport import wire
 from gesso.rewards.transport.service import RewardService
@@ -393,5 +393,5 @@ def fit(processes: Processes, data: LoadedData) -> LoadedData:
         [prompts[i] for i in found["held_out"]],
         [*data.notes, *found["notes"]],
         [*data.left_out, *found["left_out"]],
-        found["longest"],
+        None if found["largest"] is None else LargestPrompt(*found["largest"]),
     )

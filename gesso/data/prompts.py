@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gesso.config import ChatSettings, Data, DataSource
 from gesso.data.chat import ChatFormat
@@ -32,6 +32,17 @@ class WeightedPrompts:
     weight: float = 1.0
 
 
+ImageSizes = Sequence[Sequence[int]]
+"""Height and width of each input image of a prompt."""
+
+
+class LargestPrompt(NamedTuple):
+    """Of a recipe's data. It decides how much memory a run needs."""
+
+    tokens: int | None = None  # only of language models
+    images: ImageSizes | None = None  # only of editing models
+
+
 @dataclass(frozen=True)
 class LoadedData:
     """The prompts of a recipe's `data` that can be scored."""
@@ -40,7 +51,7 @@ class LoadedData:
     held_out: Sequence[Prompt]  # of all sets, interleaved
     notes: Sequence[str]  # shown before the run
     left_out: Sequence[str] = ()  # "file:line: why" of every skipped row
-    longest: int | None = None  # tokens of the longest prompt; only of language models
+    largest: LargestPrompt | None = None  # None: the memory does not depend on the prompts
 
 
 Unfit = Callable[[Prompt], str | None]

@@ -16,7 +16,7 @@ from gesso.types import Prompt
 
 if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
-    from gesso.data.prompts import LoadedData
+    from gesso.data.prompts import LargestPrompt, LoadedData
     from gesso.memory.meta import Load
     from gesso.models.tokens.critic import Critic
     from gesso.samplers.base import Sampler
@@ -116,8 +116,9 @@ class Family(Protocol):
         """Whether the class wraps a model of diffusers or transformers. The memory of such models
         can be estimated, and their exports run without Gesso."""
 
-    def max_prompt(self, recipe: Recipe) -> int | None:
-        """The limit on a prompt's tokens; None if all prompts are padded to one length."""
+    def assumed_prompts(self, recipe: Recipe, largest: LargestPrompt | None) -> str:
+        """What a memory estimate assumes about the prompts, given the largest of the data or, if it
+        cannot be read, None. Empty if the memory does not depend on the prompts."""
 
     def batch_sizes(self, recipe: Recipe, algorithm: Algorithm) -> Sequence[BatchSize]:
         """The sizes that can be fitted to a GPU."""

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from gesso import config, imports
 from gesso.config import AnyRecipe, Eval, Recipe, Strict
-from gesso.families import classes, flow_checks
+from gesso.families import classes, flow_checks, input_images
 from gesso.families.base import BatchSize
 from gesso.types import Prompt
 
 if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
-    from gesso.data.prompts import LoadedData
+    from gesso.data.prompts import LargestPrompt, LoadedData
     from gesso.memory.meta import Load
     from gesso.models.flow.base import FlowModel
     from gesso.samplers.base import Sampler
@@ -106,7 +106,8 @@ class FlowFamily:
     ) -> LoadedData:
         data = flow_checks.fit_sizes(recipe, model, flow_checks.continued(model, data))
         notes = flow_checks.check_data(recipe, algorithm, model, data)
-        return replace(data, notes=[*data.notes, *notes])
+        largest = input_images.largest(recipe, model, data)
+        return replace(data, notes=[*data.notes, *notes], largest=largest)
 
     def algorithm_defaults(self, recipe: AnyRecipe, kind: type) -> Mapping[str, Strict]:
         return {}
@@ -143,8 +144,17 @@ class FlowFamily:
 
         return isinstance(model, PipelineModel)
 
-    def max_prompt(self, recipe: Recipe) -> int | None:
-        return None
+    def assumed_prompts(self, recipe: Recipe, largest: LargestPrompt | None) -> str:
+        from gesso.models.flow.editing import EditingModel
+
+        kind = classes.load(self, recipe.model.name)
+        if not issubclass(kind, EditingModel):
+            return ""
+        given = largest.images if largest is not None else None
+        count = kind.input_images.start if given is None else len(given)
+        if not count:
+            return "prompts without input images"
+        return f"{count} input image{'s' if count > 1 else ''} per prompt"
 
     def batch_sizes(self, recipe: Recipe, algorithm: Algorithm) -> Sequence[BatchSize]:
         """One size for sampling and training, which then round alike in half precision. It divides

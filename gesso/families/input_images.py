@@ -1,4 +1,4 @@
-"""Checks of the input images of editing models: ratios, numbers and lengths in tokens."""
+"""Checks of the input images of editing models: ratios and lengths in tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from gesso.config import Model, Recipe
 from gesso.types import Prompt, UserError
 
 if TYPE_CHECKING:
+    from gesso.data.prompts import LargestPrompt, LoadedData
     from gesso.models.flow.base import FlowModel
 
 FEW = 8  # lengths that are compiled without a note
@@ -25,12 +26,25 @@ def check_match(recipe: Recipe, model: FlowModel) -> None:
         )
 
 
+def largest(recipe: Recipe, model: FlowModel, data: LoadedData) -> LargestPrompt | None:
+    """The prompt with the most tokens in an editing model. Reads only headers."""
+    from gesso.data.prompts import LargestPrompt
+    from gesso.models.flow.editing import EditingModel
+
+    section = recipe.model
+    assert isinstance(section, Model)
+    if not isinstance(model, EditingModel):
+        return None
+    prompts = [*(prompt for part in data.train for prompt in part.prompts), *data.held_out]
+    most = max(prompts, key=lambda p: model.token_count(p, section.height, section.width))
+    return LargestPrompt(images=[image.size for image in most.images])
+
+
 def notes(recipe: Recipe, model: FlowModel, prompts: Sequence[Prompt], path: str) -> list[str]:
     """Raises for input images of more sizes than can be compiled."""
     return [
         _ratios(recipe, prompts, path),
         _extremes(recipe, prompts, path),
-        _numbers(model, prompts, path),
         _lengths(recipe, model, prompts, path),
     ]
 
@@ -78,17 +92,6 @@ def _extremes(recipe: Recipe, prompts: Sequence[Prompt], path: str) -> str:
         f"{len(long)} of {len(prompts)} prompts of {path} have an input image wider than {LONGEST} "
         f"or taller than {LONGEST.height}:{LONGEST.width}, which their outputs get; the first is "
         f"{long[0].where}; crop its image"
-    )
-
-
-def _numbers(model: FlowModel, prompts: Sequence[Prompt], path: str) -> str:
-    """A note about more input images than the memory estimate assumes."""
-    assumed, most = model.input_images.start, max((len(p.images) for p in prompts), default=0)
-    if most <= assumed:
-        return ""
-    return (
-        f"prompts of {path} have up to {most} input images, but the memory estimate assumes "
-        f"{assumed}; each adds as many tokens as an output image"
     )
 
 

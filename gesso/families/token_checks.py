@@ -79,7 +79,7 @@ def fit(
     progress.phase("tokenizing prompts", count)
     fitting = prompts.without(data, unfit, recipe.data, "do not fit the model")
     _check_positions(recipe, algorithm, model, max(lengths))
-    return replace(fitting, longest=max(lengths))
+    return replace(fitting, largest=prompts.LargestPrompt(tokens=max(lengths)))
 
 
 def too_long(model: TokenModel, tokens: int) -> str | None:

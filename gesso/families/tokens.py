@@ -14,7 +14,7 @@ from gesso.types import Prompt, UserError
 
 if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
-    from gesso.data.prompts import LoadedData
+    from gesso.data.prompts import LargestPrompt, LoadedData
     from gesso.memory.meta import Load
     from gesso.models.tokens.base import TokenModel
     from gesso.models.tokens.critic import Critic
@@ -168,9 +168,11 @@ class TokenFamily:
 
         return isinstance(model, TransformerModel)
 
-    def max_prompt(self, recipe: Recipe) -> int | None:
+    def assumed_prompts(self, recipe: Recipe, largest: LargestPrompt | None) -> str:
         assert isinstance(recipe.model, config.TokenModel)
-        return recipe.model.max_prompt
+        if largest is None:
+            return f"prompts of model.max_prompt = {recipe.model.max_prompt} tokens"
+        return f"prompts of at most {largest.tokens} tokens"
 
     def batch_sizes(self, recipe: Recipe, algorithm: Algorithm) -> Sequence[BatchSize]:
         """Responses at a time, and tokens per pass: at least one response, at most an update."""

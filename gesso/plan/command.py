@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gesso import families
 from gesso.config import Recipe
-from gesso.estimate import assuming, with_data
+from gesso.estimate import Assumed, assuming, with_data
 from gesso.plan import gpus, tabulated, work
 from gesso.plan.planner import Plan, Planner
 from gesso.track.progress import SILENT, Progress
@@ -53,20 +53,34 @@ def plan(recipe: Recipe, wanted: Wanted, progress: Progress = SILENT) -> Planned
                 "use --gpu"
             )
         measured = measure.measure(recipe, progress)
-        recipe = assuming(recipe, measured.longest_prompt).recipe
-        rates, longest = measured.rates_of, measured.longest
-        planner = Planner(recipe, rates, longest, progress=progress, measured=measured.memory)
-        return Planned(planner.plan(wanted.gpus), wanted.price or 0.0)
+        assumed = assuming(recipe, measured.largest)
+        planner = Planner(
+            assumed.recipe,
+            measured.rates_of,
+            measured.longest,
+            progress=progress,
+            measured=measured.memory,
+            images=assumed.images,
+        )
+        return Planned(_plan(planner, wanted, assumed), wanted.price or 0.0)
     gpu = gpus.find(wanted.gpu)
-    recipe = with_data(recipe, progress).recipe
+    assumed = with_data(recipe, progress)
     progress.phase("counting the work of a step")
-    counted = work.count(recipe, wanted.response)
+    counted = work.count(assumed.recipe, wanted.response, assumed.images)
     planner = Planner(
-        recipe,
+        assumed.recipe,
         lambda sized, count: tabulated.rates(counted, gpu, sized, count, wanted.score),
         counted.longest,
         gpu,
         progress,
+        images=assumed.images,
     )
     price = gpu.price if wanted.price is None else wanted.price
-    return Planned(planner.plan(wanted.gpus), price)
+    return Planned(_plan(planner, wanted, assumed), price)
+
+
+def _plan(planner: Planner, wanted: Wanted, assumed: Assumed) -> Plan:
+    """Notes what it assumes about the prompts."""
+    plan = planner.plan(wanted.gpus)
+    notes = [f"assuming {assumed.prompts}"] if assumed.prompts else []
+    return replace(plan, notes=[*plan.notes, *notes])

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from gesso import build, clock
 from gesso.cluster.placement import THREADS, place
 from gesso.config import Cluster, Recipe
+from gesso.data.prompts import LargestPrompt
 from gesso.plan.planner import divided
 from gesso.plan.rates import Line, Rates
 from gesso.plan.simulate import Prediction, simulate
@@ -52,7 +53,7 @@ class Measured:
     rates: Rates
     longest: int  # mean tokens of a response with its share of the prompt; 0 for images
     memory: Mapping[int, float]  # peak bytes of a worker, by number of workers
-    longest_prompt: int | None = None  # tokens; None for image models
+    largest: LargestPrompt | None = None  # of the data
 
     def rates_of(self, recipe: Recipe, workers: int) -> Rates:
         """The rates of each of these workers. A collective of n workers moves 2(n − 1)/n of its
@@ -132,7 +133,7 @@ class Meter:
         rates = replace(rates, score=self._score, cores=self.cores)
         if self.pair is not None:
             rates = of_pair(self.pair.recipe, rates, self._of_pair, self.longest)
-        return Measured(rates, self.longest, self._memory, self.one.longest_prompt)
+        return Measured(rates, self.longest, self._memory, self.one.largest)
 
     @property
     def _score(self) -> float:
@@ -306,7 +307,7 @@ def _duration_of_update(found: Prediction) -> float:
 
 def _longest(job: Assembled, samples: Sequence[Sample]) -> int:
     """Its share of the longest prompt: the driver does not know the mean."""
-    if job.longest_prompt is None:
+    if job.largest is None or job.largest.tokens is None:
         return 0
     response = fmean(sample.tokens or 0 for sample in samples)
-    return math.ceil(response + job.longest_prompt / job.algorithm.group)
+    return math.ceil(response + job.largest.tokens / job.algorithm.group)

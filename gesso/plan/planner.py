@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from gesso import build, families, fitting
 from gesso.config import Recipe
+from gesso.data.prompts import ImageSizes
 from gesso.estimate import estimate, roles, usable
 from gesso.memory.meta import Role
 from gesso.plan.gpus import NODE, Gpu, known
@@ -81,6 +82,7 @@ class Planner:
     progress: Progress = SILENT
     measured: Mapping[int, float] = field(default_factory=dict)
     """Peak bytes of a worker's process with the recipe's batches, by number of workers."""
+    images: ImageSizes | None = None  # of every prompt, for estimates
     _memory: dict[Hashable, float] = field(default_factory=dict)
 
     @property
@@ -231,7 +233,7 @@ class Planner:
             key += cluster.samplers, placed.lag  # traces wait in the same memory
         if key not in self._memory:
             self.progress.phase("estimating memory")
-            self._memory[key] = float(estimate(placed, role).peak)
+            self._memory[key] = float(estimate(placed, role, self.images).peak)
         return self._memory[key]
 
     def _smaller(self, option: Option) -> Recipe | None:

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from gesso import families
 from gesso.config import Recipe, TokenModel
+from gesso.data.prompts import ImageSizes
 from gesso.estimate import built_on_meta
 from gesso.memory import meta
 from gesso.types import SampleSpec, UserError
@@ -69,13 +70,13 @@ class TokenWork(Work):
         return self.response + -(-self.prompt // self.group)
 
 
-def count(recipe: Recipe, response: int | None = None) -> Work:
+def count(recipe: Recipe, response: int | None = None, images: ImageSizes | None = None) -> Work:
     """`response`: mean tokens of a response; None: the maximum."""
     if recipe.sampler.engine == "data":
         raise UserError(
             'gesso plan does not support sampler.engine = "data", which samples nothing; remove it'
         )
-    made, algorithm, model = built_on_meta(recipe)
+    made, algorithm, model = built_on_meta(recipe, images)
     if getattr(algorithm, "one_pass", False):
         raise UserError(
             "gesso plan does not support algorithm.one_pass, which runs on one device; set it to "

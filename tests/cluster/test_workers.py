@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+from PIL import Image
 
 from gesso import build, run
 from gesso.check import _shares, check
@@ -25,6 +26,7 @@ from gesso.cluster.placement import Placement, place
 from gesso.cluster.processes import Child, Processes, WorkerFailed
 from gesso.cluster.ray_nodes import Node, most_threads
 from gesso.config import Recipe
+from gesso.data.prompts import LargestPrompt
 from gesso.plan.measure import measure
 from gesso.track import checkpoints
 from gesso.track.checkpoints import Checkpoints
@@ -37,7 +39,7 @@ from gesso.use.opening import open_to_sample
 from gesso.use.source import find
 from gesso.viewer.playground import PlaygroundRequest
 from gesso.viewer.studio import Studio
-from tests import forked
+from tests import editors, forked
 from tests.cluster.pools import MOST, Forked
 from tests.cluster.runs import (
     alive,
@@ -270,6 +272,26 @@ def test_a_sharded_run_is_checked_in_its_workers(
     assert facts["memory"].endswith(" at the peak in each worker")
     assert re.match(r"about [\d.]+ s per step and [\d.]+ (s|min) in total", facts["time"])
     assert facts["workers"] not in findings.warnings
+
+
+@pytest.mark.usefixtures("borrowing")
+def test_the_largest_prompt_is_known_to_the_driver(language: Path, tmp_path: Path) -> None:
+    """In tokens, or by its input images."""
+    editors.build("kontext", tmp_path / "m", num_layers=1, num_single_layers=1)
+    Image.new("RGB", (20, 24)).save(tmp_path / "a.png")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "image": "a.png"}))
+    editing = small_recipe(tmp_path / "m", tmp_path / "a.jsonl")
+    editing["model"] |= {"name": "kontext", "text_length": 16, "device": "cpu"}
+    language_data = language_recipe(language, {"name": "grpo"})
+    found = []
+    for data in (editing, language_data):
+        job = run.assemble(build.recipe_from(data | {"cluster": {"workers": 1}}))
+        job.close()
+        found.append(sure(LargestPrompt, job.largest))
+    images, text = found
+    assert images.tokens is text.images is None
+    assert [tuple(size) for size in images.images or ()] == [(24, 20)]
+    assert (text.tokens or 0) > 1
 
 
 @pytest.mark.usefixtures("borrowing")

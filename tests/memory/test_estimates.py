@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
-from gesso import build, cli
+from gesso import build, cli, fitting
 from gesso.check import memory
-from gesso.estimate import estimate, with_data
+from gesso.config import Recipe
+from gesso.estimate import built_on_meta, estimate, with_data
 from gesso.memory import meta
-from gesso.types import Prompt, UserError
+from gesso.types import Prompt, Size, UserError
 from gesso.weights import folded_linear
+from tests import pipelines
 from tests import tokens as writers
 from tests.memory.test_peaks import shallow  # noqa: F401 a pipeline
+from tests.typed import sure
 
 GIB = 2**30
 VLLM = ["sampler.engine=vllm"]
@@ -279,7 +284,82 @@ def test_data_that_is_not_here_is_not_read(small_writer: list[str], tmp_path: Pa
     for path, why in (("hub:a/b@train", "is not read"), ("./no.txt", "does not exist")):
         recipe = build.recipe("demo-vlm", [*small_writer, *on(here, path)])
         told = f"prompts of model.max_prompt = 256 tokens: {path} {why}"
-        assert with_data(recipe) == (recipe, told)
+        assert with_data(recipe) == (recipe, told, None)
+
+
+@pytest.fixture(scope="module")
+def small_editor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FLUX.2, whose prompts may have any number of input images, and files of such prompts. Images
+    above the area of an output are shrunk to it."""
+    root = tmp_path_factory.mktemp("editor")
+    pipelines.build("flux2-klein", root / "m", num_layers=1, num_single_layers=1)
+    for name, size in (("wide", (96, 64)), ("small", (64, 64)), ("large", (512, 256))):
+        Image.new("RGB", size).save(root / f"{name}.png")
+    files: dict[str, list[list[str]]] = {
+        "none": [[]],
+        "one": [[], ["wide"]],
+        "two": [["small", "small"], ["wide"], []],
+        "large": [["small"], ["large"]],
+    }
+    for name, prompts in files.items():
+        rows = [{"prompt": "a", "images": [f"{i}.png" for i in images]} for images in prompts]
+        written(root, f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def editing(folder: Path, train: str, held_out: str = "none", *changes: str) -> Recipe:
+    """Trains on one file and evaluates on the other."""
+    words = [f"model.path={folder / 'm'}", "model.height=96", "model.width=128", "data.groups=1"]
+    words += ["model.text_length=16", "sampler.batch=2", "learner.micro_batch=2"]
+    words += ["eval.prompts=1", "algorithm.group=2", "algorithm.updates=1", "model.lora.rank=2"]
+    paths = [p if p.startswith("hub:") else f"{folder / p}.jsonl" for p in (train, held_out)]
+    return build.recipe("flux2-klein-pickscore", [*words, *on(*paths), *changes])
+
+
+IMAGES = {"none": (0, 0), "one": (1, 384), "two": (2, 512), "large": (1, 741)}
+"""Of the largest prompt of a file, and their tokens."""
+
+
+def test_prompts_have_the_input_images_of_the_largest_of_the_data(small_editor: Path) -> None:
+    before = 0
+    for name, (count, tokens) in IMAGES.items():
+        recipe = editing(small_editor, name)
+        assumed = with_data(recipe)
+        text = f"{count} input image{'s' if count > 1 else ''} per prompt"
+        paths = " and ".join(dict.fromkeys(f"{small_editor / n}.jsonl" for n in (name, "none")))
+        said = f"{text if count else 'prompts without input images'}, as in {paths}"
+        assert assumed.prompts == said and assumed.recipe == recipe
+        model = built_on_meta(recipe, assumed.images)[2]
+        source = sure(torch.Tensor, model.blank(1, Size(96, 128)).source)
+        assert source.shape[1] == tokens
+        assert memory(recipe)[3] == ("", f"assuming {said}")
+        found = estimate(recipe, images=assumed.images)
+        assert (found == estimate(recipe)) == (count == 0)
+        assert min(before, found.passing["denoising"]) == before < found.peak
+        before = found.passing["denoising"]
+    held_out = with_data(editing(small_editor, "none", "two"))
+    assert held_out.images == [(64, 64)] * 2
+
+
+def test_input_images_of_data_that_is_not_here(small_editor: Path) -> None:
+    """As few as a prompt may have."""
+    recipe = editing(small_editor, "two", "hub:a/b@test")
+    assumed = with_data(recipe)
+    said = "prompts without input images: hub:a/b@test is not read"
+    assert assumed == (recipe, said, None)
+    assert any(text == f"assuming {said}" for _, text in memory(recipe))
+    kontext = with_data(build.recipe("kontext-pickscore", on("./no.jsonl", "./no.jsonl")))
+    assert kontext.prompts == "1 input image per prompt: ./no.jsonl does not exist"
+
+
+def test_input_images_leave_less_memory_for_batches(
+    small_editor: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipes = [editing(small_editor, n, "none", "algorithm.group=64") for n in ("none", "large")]
+    monkeypatch.setattr(fitting, "usable", lambda card: 50e6)
+    few, many = (fitting.fit(recipe, 1) for recipe in recipes)
+    assert many.settings["sampler.batch"] < few.settings["sampler.batch"]
+    assert many.prompts.startswith("1 input image per prompt, as in ")
 
 
 @pytest.mark.parametrize(

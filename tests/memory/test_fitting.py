@@ -62,7 +62,7 @@ def estimated(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
     """Recipes that were estimated, by a formula."""
     recipes: list[Recipe] = []
 
-    def estimate(recipe: Recipe) -> Memory:
+    def estimate(recipe: Recipe, images: None) -> Memory:
         recipes.append(recipe)
         updating = max(recipe.learner.micro_batch, recipe.learner.micro_tokens / 1024)
         return memory((10 + max(updating, recipe.sampler.batch / 4)) * GB)
@@ -110,7 +110,9 @@ def test_responses_and_tokens_are_sized_separately(
 def test_the_settings_of_a_card_are_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(fitting, "estimate", lambda recipe: memory(recipe.sampler.batch * GB))
+    monkeypatch.setattr(
+        fitting, "estimate", lambda recipe, images: memory(recipe.sampler.batch * GB)
+    )
     assert cli.main(["check", "flux-pickscore", "--card", "24", "--fit", "16", "--quiet"]) == 0
     told = capsys.readouterr().out
     settings = "sampler.batch=12 learner.micro_batch=12"
@@ -119,7 +121,7 @@ def test_the_settings_of_a_card_are_kept(
 
 
 def test_what_does_not_fit_says_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "estimate", lambda recipe: memory(30 * GB))
+    monkeypatch.setattr(fitting, "estimate", lambda recipe, images: memory(30 * GB))
     with pytest.raises(UserError) as caught:
         fit(build.recipe("sd35-ocr"), 24)
     assert str(caught.value) == (
@@ -160,7 +162,7 @@ def test_a_model_that_cannot_be_estimated(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_bundled_model(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks: dict[int, int] = {}
 
-    def estimate(recipe: Recipe) -> Memory:
+    def estimate(recipe: Recipe, images: None) -> Memory:
         found = estimate_memory(recipe)
         peaks[recipe.sampler.batch] = found.peak
         return found

@@ -392,6 +392,16 @@ def test_compiled_prompts_are_padded_to_a_multiple_of_the_text_length(
     assert seen == [max(lengths), 2 * model.text_length]
 
 
+def test_blank_conditioning_has_the_input_images_that_are_set(editor: Editor) -> None:
+    model = editor.model()
+    (least,) = model.blank(1, Size(*SIZE)).layouts
+    assert least == (model.grid(*model.reference_size(SIDE, SIDE)),)
+    for prompt in editor.prompts:
+        model.blank_images = [image.size for image in prompt.images]
+        blank, cond = model.blank(2, Size(*SIZE)), model.encode([prompt] * 2, Size(*SIZE))
+        assert blank.layouts == cond.layouts and blank.source.shape == cond.source.shape
+
+
 def test_numbers_of_input_images(folders: Path) -> None:
     kontext, edit = (Editor(n, folders / n).plain_model() for n in ("kontext", "qwen-edit"))
     text, one = Prompt("a", where="train.jsonl:7"), picture(1)

@@ -15,9 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from gesso import build, cli, clock
 from gesso.config import Recipe
+from gesso.data.prompts import ImageSizes
 from gesso.estimate import built_on_meta
 from gesso.models.tokens.packing import pack_responses
 from gesso.plan import command, gpus, measure, planner, tabulated, work
@@ -29,6 +31,7 @@ from gesso.plan.simulate import load, simulate, simulate_separate
 from gesso.plan.text import bound, report
 from gesso.timeline.steps import Step
 from gesso.types import Prompt, Sample, UserError
+from tests import pipelines
 
 SIZES = ["data.groups=8", "algorithm.group=4", "sampler.batch=4", "learner.micro_batch=4"]
 RATES = Rates(sample=Line(1.0), decode=Line(0.5), update=Line(0.25), optimizer=2.0)
@@ -100,7 +103,7 @@ def test_batches_leave_every_worker_work(recipe: Recipe, workers: int, batch: in
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimates of memory take seconds."""
-    monkeypatch.setattr(planner, "estimate", lambda recipe, role: SimpleNamespace(peak=1e9))
+    monkeypatch.setattr(planner, "estimate", lambda recipe, *_: SimpleNamespace(peak=1e9))
 
 
 @pytest.mark.usefixtures("small")
@@ -144,7 +147,7 @@ def test_weights_are_sharded_where_they_do_not_fit(
 ) -> None:
     """An H100 has 77 GB for 150 GB of weights: two or more GPUs share them, one is left out."""
 
-    def estimate(recipe: Recipe, role: str) -> SimpleNamespace:
+    def estimate(recipe: Recipe, role: str, images: None) -> SimpleNamespace:
         return SimpleNamespace(peak=150e9 / (recipe.cluster.shard_within or 1))
 
     monkeypatch.setattr(planner, "estimate", estimate)
@@ -216,6 +219,36 @@ def test_a_stored_branch_is_not_counted_again() -> None:
     both = work.count(build.recipe("demo", guided))
     one = work.count(build.recipe("demo", [*guided, "algorithm.guidance_gradient=conditional"]))
     assert one.update.flops == pytest.approx(both.update.flops / 2, rel=0.02)
+
+
+def test_input_images_are_work_and_take_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the data."""
+    pipelines.build("flux2-klein", tmp_path / "m", num_layers=1, num_single_layers=1)
+    Image.new("RGB", (80, 64)).save(tmp_path / "a.png")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "image": "a.png"}))
+    words = [f"model.path={tmp_path / 'm'}", "model.height=64", "model.width=80", *SIZES]
+    words += ["data.groups=1", "algorithm.updates=1", "eval.prompts=1"]
+    words += [f"data.{part}={tmp_path / 'a.jsonl'}" for part in ("train", "eval")]
+    recipe = build.recipe("flux2-klein-pickscore", [*words, "model.text_length=16"])
+    text, edit = (work.count(recipe, images=images) for images in (None, [(64, 80)]))
+    assert edit.update.flops > 1.5 * text.update.flops
+    counted, estimated = [], []
+
+    def count(recipe: Recipe, response: None, images: ImageSizes | None) -> work.Work:
+        counted.append(images)
+        return edit
+
+    def estimate(recipe: Recipe, role: str, images: ImageSizes | None) -> SimpleNamespace:
+        estimated.append(images)
+        return SimpleNamespace(peak=1e9)
+
+    monkeypatch.setattr(work, "count", count)
+    monkeypatch.setattr(planner, "estimate", estimate)
+    plan = command.plan(recipe, command.Wanted(2, "a100")).plan
+    assert plan.notes[-1] == f"assuming 1 input image per prompt, as in {tmp_path / 'a.jsonl'}"
+    assert estimated and all(images == [(64, 80)] for images in [*counted, *estimated])
 
 
 def test_collectives_grow_with_workers(recipe: Recipe) -> None:
@@ -339,7 +372,7 @@ def test_measuring_finds_the_rates_of_simulated_workers(recipe: Recipe) -> None:
 class FakeJob:
     """A job that records what `measure` requests from it."""
 
-    longest_prompt = None
+    largest = None
 
     def __init__(self, recipe: Recipe, progress: object) -> None:
         self.recipe, self.threads = recipe, os.environ[measure.THREADS]
@@ -413,7 +446,7 @@ def test_memory_is_estimated_once_per_batch_size(
     """On a GPU, where samples for the learners wait in host memory."""
     estimated = []
 
-    def count(recipe: Recipe, role: str) -> SimpleNamespace:
+    def count(recipe: Recipe, role: str, images: None) -> SimpleNamespace:
         estimated.append((role, recipe.sampler.batch, recipe.learner.micro_batch))
         return SimpleNamespace(peak=1e9)
 
@@ -430,7 +463,7 @@ def test_memory_on_this_machine_is_that_of_a_process(
     """An estimate of tensors and what a worker was measured to need besides: one alone, or one of
     two."""
 
-    def tensors(recipe: Recipe, role: str) -> SimpleNamespace:
+    def tensors(recipe: Recipe, role: str, images: None) -> SimpleNamespace:
         return SimpleNamespace(peak=1e8 * recipe.learner.micro_batch)
 
     monkeypatch.setattr(planner, "estimate", tensors)

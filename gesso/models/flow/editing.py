@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 from PIL.Image import Image
 from torch import Tensor
 
+from gesso.data.prompts import ImageSizes
 from gesso.models.flow.packing import pack
 from gesso.models.flow.pipeline import PipelineModel
 from gesso.models.flow.references import at_area, with_blank_references
@@ -17,8 +19,15 @@ from gesso.types import Prompt, Size
 class EditingModel(PipelineModel):
     """Comes first among the base classes: `blank` adds references to that of the others."""
 
+    @cached_property
+    def blank_images(self) -> ImageSizes:
+        """Height and width of the input images of `blank`: as few as a prompt must have, of the
+        size of an output image, unless others are set."""
+        side = math.isqrt(self.area)
+        return [(side, side)] * self.input_images.start
+
     def blank(self, rows: int, size: Size) -> Conditioning:
-        return with_blank_references(self, super().blank(rows, size))
+        return with_blank_references(self, super().blank(rows, size), self.blank_images)
 
     def tokens(self, latents: Tensor) -> Tensor:
         """(N, C, H, W) → (N, R, D): of reference images."""

@@ -16,6 +16,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from gesso.data.prompts import ImageSizes
 from gesso.rollout import Conditioning, Layout, source_tokens
 from gesso.types import Prompt, PromptImage, UserError
 
@@ -29,10 +30,6 @@ class ReferenceEncoder(Protocol):
     pipe: Any
     device: torch.device
     dtype: torch.dtype
-    area: int  # of an output image, in pixels
-
-    @property
-    def input_images(self) -> range: ...
 
     def latents(self, pixels: Tensor) -> Tensor: ...
 
@@ -64,10 +61,11 @@ def with_references(
     return Conditioning.stack(rows)
 
 
-def with_blank_references(model: ReferenceEncoder, cond: Conditioning) -> Conditioning:
-    """Uninitialised references of the size of an output image, as many as a prompt must have."""
-    side = math.isqrt(model.area)
-    layout = (model.grid(*model.reference_size(side, side)),) * model.input_images.start
+def with_blank_references(
+    model: ReferenceEncoder, cond: Conditioning, images: ImageSizes
+) -> Conditioning:
+    """Uninitialised references of input images of these heights and widths."""
+    layout = tuple(model.grid(*model.reference_size(*size)) for size in images)
     rows = len(cond.embeds)
     return replace(cond, source=_empty(model, rows, layout), layouts=(layout,) * rows)
 
