@@ -1413,6 +1413,13 @@ MUTANTS = [
         "tests/memory/test_estimates.py -k input_images",
     ),
     Mutant(
+        "memory-text-of-several-images",
+        "gesso/models/flow/qwen_edit.py",
+        "self.text_length + 1) * self.text_length",
+        "self.text_length + 1) and self.text_length",
+        "tests/models/test_editing.py -k blank",
+    ),
+    Mutant(
         "workers-lose-prompts-with-images",
         "gesso/families/flow_checks.py",
         "if clips and not prompt.images else prompt",

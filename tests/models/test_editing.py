@@ -402,6 +402,21 @@ def test_blank_conditioning_has_the_input_images_that_are_set(editor: Editor) ->
         assert blank.layouts == cond.layouts and blank.source.shape == cond.source.shape
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blank_texts_are_padded_to_a_multiple_of_the_text_length(
+    folders: Path, compiled: bool
+) -> None:
+    editor = Editor("qwen-edit", folders / "qwen-edit")
+    model = editor.model()
+    model.text_length, model.compiled = 300, compiled
+    for prompt, length in zip(editor.prompts[:2], (300, 600), strict=True):  # one and two images
+        assert length - 300 < model.encode([prompt], Size(*SIZE)).embeds.shape[1] <= length
+        model.blank_images = [image.size for image in prompt.images]
+        blank = model.blank(1, Size(*SIZE))
+        assert blank.embeds.shape[1] == length
+        assert blank.mask.shape == (1, length) if compiled else blank.mask is None
+
+
 def test_numbers_of_input_images(folders: Path) -> None:
     kontext, edit = (Editor(n, folders / n).plain_model() for n in ("kontext", "qwen-edit"))
     text, one = Prompt("a", where="train.jsonl:7"), picture(1)

@@ -82,6 +82,14 @@ class QwenEdit(EditingModel, QwenImage):
         ).hidden_states[-1]
         return hidden[:, self.pipe.prompt_template_encode_start_idx :].to(self.dtype)
 
+    @property
+    def text_tokens(self) -> int:
+        """Images are part of a prompt. Longer prompts are padded to a multiple of the length."""
+        processor = self.images_for_text
+        seen = (at_area(h, w, SEEN_AREA, MULTIPLE) for h, w in self.blank_images)
+        patches = sum(processor.get_number_of_image_patches(*size) for size in seen)
+        return (patches // processor.merge_size**2 // self.text_length + 1) * self.text_length
+
     def reference_size(self, height: int, width: int) -> tuple[int, int]:
         """The ratio of the image at the area of an output image; for outputs of 1024² the size of
         the pipeline."""

@@ -92,7 +92,7 @@ class QwenImage(PipelineModel):
 
     def blank(self, rows: int, size: Size) -> Conditioning:
         cond = super().blank(rows, size)
-        mask = torch.ones(rows, self.text_length, dtype=torch.bool, device=self.device)
+        mask = torch.ones(cond.embeds.shape[:2], dtype=torch.bool, device=self.device)
         return replace(cond, mask=mask) if self.compiled else cond
 
     def before_compiling(self) -> None:
