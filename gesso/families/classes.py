@@ -37,10 +37,16 @@ def needs_images(family: Family, name: str) -> bool:
     return isinstance(numbers, range) and numbers.start > 0
 
 
+def accepts(kind: Any, option: str) -> bool:
+    """Whether its constructor has this parameter, or passes all options on as `**options`."""
+    parameters = inspect.signature(kind).parameters
+    return option in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
 def built(kind: Any, recipe: AnyRecipe, **options: Any) -> Any:
     """The model of a recipe; `options` are further arguments of its class."""
     if isinstance(recipe, Recipe) and recipe.cluster.sharding is not None:
-        if "sharded" not in inspect.signature(kind).parameters:
+        if not accepts(kind, "sharded"):
             raise UserError(
                 f'model "{recipe.model.name}" does not support cluster.sharding: its class has no '
                 "parameter `sharded`; remove cluster.sharding"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -51,7 +50,7 @@ class FlowFamily:
 
         kind = classes.load(self, recipe.model.name)
         rows = sizes(recipe.sampler.batch, recipe.learner.micro_batch)
-        more = {"sizes": rows} if "sizes" in inspect.signature(kind).parameters else {}
+        more = {"sizes": rows} if classes.accepts(kind, "sizes") else {}
         return classes.built(kind, recipe, **more)
 
     def built_in_sampler(self, recipe: AnyRecipe, model: FlowModel) -> DenoisingSampler:

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from gesso import build
+from gesso import build, families
 from gesso.cluster import transfer
 from gesso.cluster.placement import place
-from gesso.config import Lora
+from gesso.config import MODELS, Lora
 from gesso.families import classes
 from gesso.learner.gradient_sum import FloatSum, gradient_sum
 from gesso.track.checkpoints import Checkpoints, read_parts, record_shards, write_shards
@@ -245,6 +245,15 @@ def test_a_custom_model_that_cannot_be_sharded_is_refused() -> None:
     recipe = build.recipe("demo", ["cluster.workers=2", "cluster.sharding=all"])
     with pytest.raises(UserError, match="its class has no parameter `sharded`"):
         classes.built(Unsharded, recipe)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bundled_models_can_be_sharded_and_compiled_for_fixed_sizes(name: str) -> None:
+    """Also those whose constructor passes its arguments on."""
+    family = MODELS[name].family
+    kind = classes.load(families.BY_NAME[family], name)
+    assert classes.accepts(kind, "sharded")
+    assert classes.accepts(kind, "sizes") == (family == "flow")
 
 
 def test_a_checkpoint_of_one_rank(tmp_path: Path) -> None:
