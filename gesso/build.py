@@ -203,12 +203,12 @@ def given(recipe: AnyRecipe) -> GivenColumns | None:
     section = recipe.model
     if not isinstance(section, Model):
         return GivenColumns(names, section.output)
+    with_input = classes.needs_images(families.of(recipe), section.name)
     if section.frames == 1:
-        edits = classes.needs_images(families.of(recipe), section.name)
-        names = ["target_image" if edits and name == "image" else name for name in names]
+        names = ["target_image" if with_input and name == "image" else name for name in names]
         return GivenColumns(names, section.output)
     names = ["video" if name == "image" else name for name in names]
-    return GivenColumns(names, "video", frames=section.frames, fps=section.fps)
+    return GivenColumns(names, "video", True, section.frames, section.fps, with_input)
 
 
 def algorithm(recipe: AnyRecipe) -> Algorithm:

@@ -40,6 +40,7 @@ class GivenColumns:
     required: bool = True  # False: rows may have the columns, which are not used
     frames: int = 1  # of each video
     fps: float = 16.0
+    continued: bool = False  # a row without `image` has its first clip as input image
 
     def split(self, row: Mapping[str, Any], prompt: str, where: str) -> GivenRow:
         """`prompt`: the column that gets a prompt which is part of the samples."""

@@ -70,13 +70,15 @@ def prompt_of(
     prompt = chat.parse_messages(prompt, required=must_be_messages)
     plain = isinstance(prompt, str) and chat.TAG not in prompt
     shown = _samples(samples, given, folder)
+    clips = shown[:1] if given is not None and given.continued else ()
+    first = tuple(clip for clip in clips if isinstance(clip, PromptImage))
     if plain and not attached and chat_format == chat.PLAIN:
-        return Prompt(prompt, negative, columns, where, given=shown)
+        return Prompt(prompt, negative, columns, where, first, given=shown)
     conversation = chat.conversation(prompt)
     messages = chat.apply_format(conversation.messages, chat_format, columns, where)
     messages, images = chat.match_images(messages, conversation.images, attached)
     text = prompt if plain else chat.question(conversation.messages)
-    loaded = load_images(images, folder)
+    loaded = load_images(images, folder) or first
     others = {key: load_image(value, key, folder) for key, value in of_edits.items() if value}
     return Prompt(text, negative, columns, where, loaded, tuple(messages), shown, others)
 

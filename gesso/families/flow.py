@@ -103,7 +103,7 @@ class FlowFamily:
         data: LoadedData,
         progress: Progress,
     ) -> LoadedData:
-        data = flow_checks.fit_sizes(recipe, model, flow_checks.continued(model, data))
+        data = flow_checks.fit_sizes(recipe, model, data)
         notes = flow_checks.check_data(recipe, algorithm, model, data)
         largest = input_images.largest(recipe, model, data)
         return replace(data, notes=[*data.notes, *notes], largest=largest)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gesso import imports, video_files
@@ -173,19 +172,6 @@ def _check_teachers(algorithm: Algorithm, model: FlowModel, prompts: Sequence[Pr
         check_guidance(model, scale, prompts)
     for prompt in prompts:
         teacher_of(prompt, algorithm.column, algorithm.teachers)
-
-
-def continued(model: FlowModel, data: LoadedData) -> LoadedData:
-    """For image to video: a row that gives a clip and has no `image` continues its first frame."""
-    if model.input_images.start == 0:
-        return data
-    parts = [replace(part, prompts=[_continued(p) for p in part.prompts]) for part in data.train]
-    return replace(data, train=parts)
-
-
-def _continued(prompt: Prompt) -> Prompt:
-    clips = tuple(clip for clip in prompt.given[:1] if isinstance(clip, video_files.PromptClip))
-    return replace(prompt, images=clips) if clips and not prompt.images else prompt
 
 
 def fit_sizes(recipe: Recipe, model: FlowModel, data: LoadedData) -> LoadedData:

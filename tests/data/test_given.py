@@ -166,6 +166,17 @@ def test_clips(tmp_path: Path) -> None:
     (tmp_path / "videos" / "b.txt").write_text("a dog")
     found = read(tmp_path / "videos", CLIP).prompts
     assert [(p.text, len(p.given)) for p in found] == [("a cat", 1), ("a dog", 1)]
+    assert not found[0].images
+
+
+def test_a_row_without_an_image_continues_its_clip(tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").write_bytes(encode_mp4(np.zeros((3, 16, 16, 3), np.uint8), 8))
+    row = {"prompt": "a cat", "video": "a.mp4"}
+    file = rows(tmp_path, row, row | {"image": png(tmp_path, "c")})
+    clip, image = read(file, replace(CLIP, continued=True)).prompts
+    assert clip.images == clip.given and image.images != image.given
+    held_out = read(file, replace(CLIP, continued=True, required=False)).prompts
+    assert [len(prompt.images) for prompt in held_out] == [0, 1]
 
 
 def test_an_imagefolder(tmp_path: Path) -> None:
