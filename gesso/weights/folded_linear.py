@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gesso.formulas.precision import dithered
+from gesso.formulas.precision import dither_thresholds, dithered_
 from gesso.weights.lora_linear import LoraLinear
 from gesso.weights.trainable import ADAPTER
 
 FOLD_AT_ONCE = 2**26
-"""Weight values that are folded at once; they need half a gigabyte in addition to the result."""
+"""Weight values that are folded at once, in float32."""
 
 
 class FoldedLinear(LoraLinear):
@@ -56,13 +56,19 @@ def fold(layers: Sequence[FoldedLinear]) -> list[Tensor]:
     folded: dict[int, Tensor] = {}
     for (shape, dtype, scale), indices in alike.items():
         at_once = max(1, FOLD_AT_ONCE // shape.numel())
+        device = layers[indices[0]].frozen.device
+        thresholds = dither_thresholds(shape, device) if dtype == torch.bfloat16 else None
         for start in range(0, len(indices), at_once):
             part = indices[start : start + at_once]
-            weights = torch.stack([layers[i].frozen for i in part]).float()
+            weights = torch.empty(len(part), *shape, device=device)
+            for weight, i in zip(weights, part, strict=True):
+                weight.copy_(layers[i].frozen)
             a, b = map(torch.stack, zip(*(layers[i].adapter for i in part), strict=True))
             weights.baddbmm_(b, a, alpha=scale)
-            # Each has a separate storage: compiled code is specialised to it.
-            folded |= zip(part, torch.unbind_copy(dithered(weights, dtype)), strict=True)
+            rounded = weights.to(dtype) if thresholds is None else dithered_(weights, thresholds)
+            for i, matrix in zip(part, rounded, strict=True):
+                # Each has a separate storage: compiled code is specialised to it.
+                folded[i] = matrix.clone(memory_format=torch.contiguous_format)
     return [folded[i] for i in range(len(layers))]
 
 

@@ -99,7 +99,7 @@ def test_compiled_blocks_are_estimated_to_save_less(shallow: Path) -> None:  # n
     update = "update with gradients"
     assert compiled.passing[update] < plain.passing[update]
     assert compiled.lasting == plain.lasting
-    assert compiled.passing["denoising"] <= plain.passing["denoising"]
+    assert compiled.passing["denoising"] == pytest.approx(plain.passing["denoising"], rel=0.02)
 
 
 @pytest.mark.parametrize("branches", [1, 2])
