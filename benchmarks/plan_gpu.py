@@ -45,6 +45,19 @@ def sd35(name: str, seconds: float, more: str = "") -> Case:
     return Case("sd35", (*SD35, algorithm), seconds, "flow.md")
 
 
+def fast(shape: str, recipe: str, seconds: float, guidance: float, *more: str) -> Case:
+    """A row of model_iteration.py."""
+    algorithm = (
+        f'algorithm={{name="flow-grpo-fast",group=8,updates=1,steps=10,guidance={guidance},'
+        "window={size=2,low=0,high=5}}"
+    )
+    settings = (
+        recipe, algorithm, "data.groups=1", "sampler.batch=8", "learner.micro_batch=8",
+        "learner.ema=none", "model.lora={rank=32,alpha=64}", *more,
+    )  # fmt: skip
+    return Case(shape, settings, seconds, "models.md")
+
+
 CASES = {
     "Flow-GRPO": sd35("flow-grpo", 4.89, ",beta=0.0"),
     "Flow-GRPO, one branch": sd35(
@@ -66,14 +79,13 @@ CASES = {
          "algorithm.updates=1"),
         10.86, "sharding.md",
     ),
-    "FLUX.1-dev, with another program on the GPU": Case(
-        "flux", ("flux-pickscore", "data.groups=1", "algorithm.group=12"), 28.99, "real-size.md", 80
+    "FLUX.1-dev, two trained steps": fast(
+        "flux", "flux-pickscore", 4.88, 3.5, "model.text_length=512"
     ),
-    "SD3.5-L, with another program on the GPU": Case(
-        "sd35-large",
-        ("sd35-ocr", "data.groups=1", "algorithm.group=16", "sampler.batch=8",
-         "learner.micro_batch=8"),
-        30.36, "real-size.md", 80,
+    "SD3.5-L, two trained steps": fast("sd35-large", "sd35-ocr", 3.37, 4.5),
+    "Qwen-Image, two trained steps": fast(
+        "qwen-image", "qwen-image-ocr", 8.53, 4.0, "model.text_length=128",
+        "model.gradient_checkpointing=false", "model.fold=true",
     ),
     "Qwen2.5-VL-3B, 512 × 256 tokens": Case(
         "qwen25-vl-3b",
@@ -81,7 +93,7 @@ CASES = {
          "algorithm.updates=1", "algorithm.max_tokens=256", "algorithm.kl=none",
          "sampler.batch=512", "model.max_prompt=280", "model.max_pixels=200704",
          "model.min_pixels=200704", "model.gradient_checkpointing=false"),
-        8.94, "token.md",
+        7.99, "token.md",
     ),
     "UniRL, SD3.5-M 384², 8 × H20": Case(
         "sd35",

@@ -382,6 +382,52 @@ def test_both_sides_of_a_large_flow_model_compute_the_same(
     assert {"latents at the end", "gradient, both", "gradient, conditional"} <= wrong_ones, proof
 
 
+@pytest.fixture(scope="module")
+def model_iteration(flow_iteration: ModuleType) -> Iterator[ModuleType]:
+    yield from script("model_iteration")
+    del sys.modules["flow_models"]
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen-image"])
+def test_both_sides_of_other_flow_models_compute_the_same(
+    model_iteration: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b, cpu = model_iteration, torch.device("cpu")
+    case = b.TINY_CASES[name]
+    case = replace(case, shape=replace(case.shape, images=2))
+    ours = b.load(case, cpu, fold=True)
+    pipe = case.pipeline(case.shape, cpu)
+    network, vae = pipe.transformer.float(), pipe.vae.float()
+    theirs = b.Theirs.of(network, vae, case.form, ours, case.guidance)
+    proof = sys.modules["flow_proof"]
+    short = partial(FlowGRPO, steps=2, guidance=case.guidance)
+    monkeypatch.setattr(proof, "FlowGRPO", short)
+    found = proof.prove(ours, theirs)
+    assert all(mine < 1e-4 < floor for mine, floor in found.values()), found
+
+
+def test_a_table_of_models(
+    model_iteration: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = model_iteration
+    small = {"attention_head_dim": 8, "caption_projection_dim": 16, "num_layers": 2}
+    shape = replace(b.TINY_CASES["sd35"].shape, images=2)
+    shape = replace(shape, transformer=shape.transformer | small)
+    case = replace(b.TINY_CASES["sd35-large"], shape=shape)
+    monkeypatch.setitem(b.TINY_CASES, "sd35-large", case)
+    options = ["--tiny", "--rounds", "1", "--models", "sd35-large", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["model_iteration.py", *options])
+    assert b.main() == 0
+    (row,) = json.loads((tmp_path / "models.json").read_text())["rows"].values()
+    assert row["replay gap"] == 0 and row["ours"]["total"] > 0 < row["plain"]["total"]
+    forward, backward = b.counted(case)
+    assert row["sampling flops"] == 2 * 2 * 10 * forward
+    assert row["update flops"] == 2 * 2 * 2 * (forward + backward)
+    flops = sys.modules["flow_sides"].flops(shape, backward=False)
+    assert flops == pytest.approx(forward, rel=0.1)  # torch counts adapters, too
+    assert "| sd35-large | ours |" in (tmp_path / "models.md").read_text()
+
+
 def test_the_command_of_a_result_can_be_pasted(
     flow_iteration: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
