@@ -106,10 +106,11 @@ docs: $(VENV)/.dev
 bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/demo_iteration.py --recorded benchmarks/recorded.json
 
-# On a CUDA device: tables in benchmarks/results. The second runs even if the first fails.
+# On a CUDA device: tables in benchmarks/results. Each runs even if one before it fails.
 bench-gpu: $(VENV)/.dev
-	@flow=0; $(BIN)/python benchmarks/flow_iteration.py --out benchmarks/results || flow=$$?; \
-		$(BIN)/python benchmarks/token_iteration.py --out benchmarks/results && exit $$flow
+	@status=0; for name in flow model token; do \
+		$(BIN)/python benchmarks/$${name}_iteration.py --out benchmarks/results || status=$$?; \
+		done; exit $$status
 
 setup: $(VENV)/.dev
 
