@@ -3,12 +3,14 @@ disk."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from gesso.models.tokens import attention, transformer
 from gesso.models.tokens import head as heads
 from gesso.models.tokens.feature_cache import FeatureCache
 from gesso.models.tokens.packing import pack, pack_responses
+from gesso.models.tokens.vision_language import VisionLanguage
 from gesso.ranks import Group
 from gesso.rollout import TokenPrompt, TokenTrace
 from gesso.samplers.base import Piece
@@ -27,6 +30,7 @@ from gesso.samplers.responses import EncodedPrompts
 from gesso.types import Prompt, PromptImage, ResponseSpec, Sample, UserError
 from tests import tokens
 from tests.tokens import Tiny, padded_logits, padded_logp, picture, stirred, trace_of
+from tests.typed import sure
 
 ROWS = [0, 1, 1, 2, 0]
 LORA = Lora(rank=4, alpha=12)
@@ -162,6 +166,21 @@ def test_places_in_time_height_and_width(seeing: Tiny) -> None:
     packed = model._sequences([prompt], [[torch.zeros(3, dtype=torch.long)]])
     following = int(places.max()) + 1
     assert packed.positions[:, -3:].tolist() == [[following, following + 1, following + 2]] * 3
+
+
+def test_positions_are_computed_once_per_prompt(
+    seeing: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = sure(VisionLanguage, seeing.unchanged())
+    trace = trace_of(model, seeing.prompts, ROWS)
+    counted = Mock(wraps=model.module.model.get_rope_index)
+    monkeypatch.setattr(model.module.model, "get_rope_index", counted)
+    first, second = (model.logp(trace, 1.0).logp for _ in range(2))
+    assert torch.equal(first, second) and counted.call_count == len(seeing.prompts)
+    assert len(model._known_positions) == len(seeing.prompts)
+    del trace
+    gc.collect()
+    assert not model._known_positions
 
 
 def test_an_empty_row_has_no_log_prob(of: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -47,6 +48,13 @@ class FeatureCache:
         self._bytes += self._features[key].nbytes
         while self._bytes > self.limit and len(self._features) > 1:
             self._bytes -= self._features.popitem(last=False)[1].nbytes
+
+    def hash_new(self, prompts: Iterable[TokenPrompt]) -> None:
+        """Computes the keys of the prompts that have none, in threads."""
+        new = [prompt for prompt in prompts if prompt.pixels not in self._keys]
+        if len(new) > 1:
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(self.keys, new))
 
     def keys(self, prompt: TokenPrompt) -> list[bytes]:
         """Keys of the prompt's images. Hashing reads megabytes, so it is done once per prompt."""

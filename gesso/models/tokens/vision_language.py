@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gesso import config
 from gesso.models.tokens import loading
@@ -54,6 +54,7 @@ class VisionLanguage(TransformerModel):
     def __init__(self, settings: config.TokenModel, seed: int = 0, sharded: bool = False) -> None:
         self.feature_cache: FeatureCache | None = None if settings.train_vision else FeatureCache()
         self.encoded_images = 0  # number of images encoded by the vision tower
+        self._known_positions = WeakTensorKeyDictionary()  # a prompt's ids → its positions
         super().__init__(settings, seed, sharded)
         tower = self.module.get_submodule(TOWER)
         if self.feature_cache is not None:
@@ -178,12 +179,15 @@ class VisionLanguage(TransformerModel):
         return inputs["pixel_values"], inputs["image_grid_thw"]
 
     def _positions(self, prompt: TokenPrompt) -> Tensor:
-        """Positions in time, height and width. The fourth row, from which transformers' attention
-        detects packed sequences, is not needed: our attention receives their lengths."""
-        positions, _ = self.module.model.get_rope_index(
-            prompt.ids[None], mm_token_type_ids=prompt.kinds[None], image_grid_thw=prompt.grid
-        )
-        return positions[:, 0]
+        """Positions in time, height and width, computed once per prompt: in every micro-batch they
+        would delay the device. The fourth row, from which transformers' attention detects packed
+        sequences, is not needed: our attention receives their lengths."""
+        if prompt.ids not in self._known_positions:
+            positions, _ = self.module.model.get_rope_index(
+                prompt.ids[None], mm_token_type_ids=prompt.kinds[None], image_grid_thw=prompt.grid
+            )
+            self._known_positions[prompt.ids] = positions[:, 0]
+        return self._known_positions[prompt.ids]
 
     def _rows(self, positions: Tensor) -> Tensor:
         return positions.expand(3, -1, -1)
@@ -246,12 +250,11 @@ class VisionLanguage(TransformerModel):
         if self.feature_cache is None or not self._pays(None, True):
             return
         with_images = [prompt for prompt in prompts if prompt.grid is not None]
-        with ThreadPoolExecutor() as pool:
-            keys = pool.map(self.feature_cache.keys, with_images)
+        self.feature_cache.hash_new(with_images)
         new = {
             key: image
-            for prompt, image_keys in zip(with_images, keys, strict=True)
-            for key, image in zip(image_keys, images_of(prompt), strict=True)
+            for prompt in with_images
+            for key, image in zip(self.feature_cache.keys(prompt), images_of(prompt), strict=True)
             if key not in self.feature_cache
         }
         for part in pack([len(pixels) for pixels, _ in new.values()], PATCHES_PER_PASS):
