@@ -112,7 +112,8 @@ def simulate_separate(
     samplers = recipe.cluster.samplers
     together = recipe.model_copy(update={"cluster": Cluster(), "lag": 0})
     sampled = simulate(together, samplers, sampling, longest)
-    sharded = together.model_copy(update={"cluster": recipe.cluster})
+    unevaluated = recipe.eval.model_copy(update={"prompts": 1})  # evaluations are the samplers'
+    sharded = together.model_copy(update={"cluster": recipe.cluster, "eval": unevaluated})
     trained = simulate(sharded, workers - samplers, training, longest)
     seconds: dict[str, float] = defaultdict(float)
     phases: list[float] = []  # of the samplers, of the learners
