@@ -1,9 +1,10 @@
 """The plain side of flow_iteration.py and model_iteration.py: one iteration as Flow-GRPO's scripts
 run it.
 
-Weights as they are loaded, under autocast; PEFT adapters, no compilation, both guidance branches in
-one batch, one denoising step of a batch per pass. Step and loss formulas are Gesso's, so that both
-sides compute the same; this file decides how the networks run.
+The network runs in the precision of its weights, under autocast, with PEFT adapters and without
+compilation: both guidance branches in one batch, one denoising step of a batch per pass. Step and
+loss formulas are Gesso's, so that both sides compute the same; this file decides how the networks
+run.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Compares one GRPO iteration with LoRA on a vision-language model: 64 prompts with an image, 8
-responses each of 256 tokens. benchmarks/README.md explains the output.
+"""Compares one GRPO iteration with LoRA on a vision-language model: 64 prompts with an image (of 7b
+32), 8 responses each of 256 tokens. benchmarks/README.md explains the output.
 
     python benchmarks/token_iteration.py [--model 3b] [--out FOLDER] [--name token]  # Qwen2.5-VL
     python benchmarks/token_iteration.py --tiny  # the same code on a CPU, in a minute
@@ -506,8 +506,9 @@ def main() -> int:
     parser.add_argument("--model", choices=[*FULL], default="3b", help="size of Qwen2.5-VL")
     parser.add_argument("--tiny", action="store_true", help="the bundled model; not for times")
     parser.add_argument("--out", type=Path, help="folder for NAME.md and NAME.json")
+    names = {"3b": "token", "7b": "token-large"}
     parser.add_argument(
-        "--name", default="token", help="of these files; an older result is replaced"
+        "--name", help=f"of these files; by default {' or '.join(names.values())}, by model"
     )
     parser.add_argument(
         "--folder", type=Path, help="for weights; the default is /dev/shm/gesso-MODEL"
@@ -526,8 +527,9 @@ def main() -> int:
         make_model(options.model, folder, device, dtype)
         bench.say("model made")
     bench.fresh()
-    bench.figures["circumstances"] = circumstances(bench)
-    run(bench, options.parts.split(","), options.out and options.out / options.name)
+    bench.figures["circumstances"] = {"model": options.model} | circumstances(bench)
+    file = options.out and options.out / (options.name or names[options.model])
+    run(bench, options.parts.split(","), file)
     wrong = [f"{part} failed" for part in bench.figures.get("failed", [])]
     for name, row in bench.figures.items():
         if isinstance(row, dict) and row.get("compiled_later") and not options.tiny:

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NewType, TypeVar
 
@@ -115,7 +116,7 @@ class PromptImage:
 
         return np.asarray(fitted(self.open(), height, width))
 
-    @property
+    @cached_property
     def size(self) -> tuple[int, int]:
         """Height and width of the upright image, without decoding it."""
         return self._read(read_size)

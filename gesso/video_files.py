@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -139,7 +140,7 @@ class PromptClip(PromptImage):
 
         return np.stack(self._read(lambda source: _frames(source, self.count, self.fps, fit)))
 
-    @property
+    @cached_property
     def size(self) -> tuple[int, int]:
         return self._read(self._header)
 

@@ -156,7 +156,7 @@ def test_what_a_check_says(data: dict[str, Any]) -> None:
 def test_a_check_assumes_the_input_images_of_the_data(data: dict[str, Any]) -> None:
     findings = check(build.recipe_from(data))
     paths = f"{data['data']['train']} and {data['data']['eval']}"
-    assert ("", f"assuming 1 input image per prompt, as in {paths}") in findings.facts
+    assert ("", f"assuming at most 1 input image per prompt, as in {paths}") in findings.facts
 
 
 def test_a_model_without_input_images_has_no_ratio_to_match(recipe_data: dict[str, Any]) -> None:

@@ -38,9 +38,16 @@ def needs_images(family: Family, name: str) -> bool:
 
 
 def accepts(kind: Any, option: str) -> bool:
-    """Whether its constructor has this parameter, or passes all options on as `**options`."""
-    parameters = inspect.signature(kind).parameters
-    return option in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    """Whether its constructor has this parameter, or that of a base class to which it can pass it
+    as one of `**options`."""
+    for base in inspect.getmro(kind):
+        if base is not object and "__init__" in vars(base):
+            parameters = inspect.signature(vars(base)["__init__"]).parameters
+            if option in parameters:
+                return True
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+                return False
+    return False
 
 
 def built(kind: Any, recipe: AnyRecipe, **options: Any) -> Any:
@@ -52,7 +59,13 @@ def built(kind: Any, recipe: AnyRecipe, **options: Any) -> Any:
                 "parameter `sharded`; remove cluster.sharding"
             )
         options["sharded"] = True
-    return kind(recipe.model, recipe.seed, **options)
+    model = kind(recipe.model, recipe.seed, **options)
+    if "sharded" in options and not getattr(model, "sharded", True):
+        raise UserError(
+            f'model "{recipe.model.name}" does not support cluster.sharding: its class does not '
+            "pass the parameter `sharded` to its base class; remove cluster.sharding"
+        )
+    return model
 
 
 def family_of(kind: Any, name: str, families: Mapping[str, Family]) -> FamilyName | None:

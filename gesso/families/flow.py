@@ -149,11 +149,13 @@ class FlowFamily:
         kind = classes.load(self, recipe.model.name)
         if not issubclass(kind, EditingModel):
             return ""
-        given = largest.images if largest is not None else None
-        count = kind.input_images.start if given is None else len(given)
+        if largest is not None and largest.images is not None:
+            count, least = len(largest.images), "at most "
+        else:
+            count, least = int(classes.needs_images(self, recipe.model.name)), ""
         if not count:
             return "prompts without input images"
-        return f"{count} input image{'s' if count > 1 else ''} per prompt"
+        return f"{least}{count} input image{'s' if count > 1 else ''} per prompt"
 
     def batch_sizes(self, recipe: Recipe, algorithm: Algorithm) -> Sequence[BatchSize]:
         """One size for sampling and training, which then round alike in half precision. It divides

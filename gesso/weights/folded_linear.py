@@ -60,7 +60,7 @@ def fold(layers: Sequence[FoldedLinear]) -> list[Tensor]:
         thresholds = dither_thresholds(shape, device) if dtype == torch.bfloat16 else None
         for start in range(0, len(indices), at_once):
             part = indices[start : start + at_once]
-            weights = torch.empty(len(part), *shape, device=device)
+            weights = torch.empty(len(part), *shape, dtype=torch.float32, device=device)
             for weight, i in zip(weights, part, strict=True):
                 weight.copy_(layers[i].frozen)
             a, b = map(torch.stack, zip(*(layers[i].adapter for i in part), strict=True))

@@ -325,7 +325,7 @@ def test_prompts_have_the_input_images_of_the_largest_of_the_data(small_editor: 
     for name, (count, tokens) in IMAGES.items():
         recipe = editing(small_editor, name)
         assumed = with_data(recipe)
-        text = f"{count} input image{'s' if count > 1 else ''} per prompt"
+        text = f"at most {count} input image{'s' if count > 1 else ''} per prompt"
         paths = " and ".join(dict.fromkeys(f"{small_editor / n}.jsonl" for n in (name, "none")))
         said = f"{text if count else 'prompts without input images'}, as in {paths}"
         assert assumed.prompts == said and assumed.recipe == recipe
@@ -359,7 +359,7 @@ def test_input_images_leave_less_memory_for_batches(
     monkeypatch.setattr(fitting, "usable", lambda card: 50e6)
     few, many = (fitting.fit(recipe, 1) for recipe in recipes)
     assert many.settings["sampler.batch"] < few.settings["sampler.batch"]
-    assert many.prompts.startswith("1 input image per prompt, as in ")
+    assert many.prompts.startswith("at most 1 input image per prompt, as in ")
 
 
 @pytest.mark.parametrize(

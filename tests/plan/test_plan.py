@@ -247,7 +247,9 @@ def test_input_images_are_work_and_take_memory(
     monkeypatch.setattr(work, "count", count)
     monkeypatch.setattr(planner, "estimate", estimate)
     plan = command.plan(recipe, command.Wanted(2, "a100")).plan
-    assert plan.notes[-1] == f"assuming 1 input image per prompt, as in {tmp_path / 'a.jsonl'}"
+    assert (
+        plan.notes[-1] == f"assuming at most 1 input image per prompt, as in {tmp_path / 'a.jsonl'}"
+    )
     assert estimated and all(images == [(64, 80)] for images in [*counted, *estimated])
 
 

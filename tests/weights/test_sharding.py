@@ -247,6 +247,33 @@ def test_a_custom_model_that_cannot_be_sharded_is_refused() -> None:
         classes.built(Unsharded, recipe)
 
 
+class Parent:
+    def __init__(self, settings: Any, seed: int = 0, sharded: bool = False) -> None:
+        self.sharded = sharded
+
+
+class Passing(Parent):
+    def __init__(self, settings: Any, **options: Any) -> None:
+        super().__init__(settings, **options)
+
+
+class Dropping(Parent):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments)
+
+
+class Unrelated:
+    def __init__(self, settings: Any, **options: Any) -> None: ...
+
+
+def test_options_that_a_constructor_passes_on() -> None:
+    assert classes.accepts(Parent, "sharded") and classes.accepts(Passing, "sharded")
+    assert not classes.accepts(Passing, "sizes") and not classes.accepts(Unrelated, "sharded")
+    recipe = build.recipe("demo", ["cluster.workers=2", "cluster.sharding=all"])
+    with pytest.raises(UserError, match="does not pass the parameter `sharded`"):
+        classes.built(Dropping, recipe)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_bundled_models_can_be_sharded_and_compiled_for_fixed_sizes(name: str) -> None:
     """Also those whose constructor passes its arguments on."""
