@@ -84,18 +84,13 @@ def _flux(shape: Shape, device: torch.device) -> Any:
 
 
 def _qwen(shape: Shape, device: torch.device) -> Any:
-    from diffusers import (
-        AutoencoderKLQwenImage,
-        FlowMatchEulerDiscreteScheduler,
-        QwenImagePipeline,
-        QwenImageTransformer2DModel,
-    )
+    import diffusers
 
     with _weights(device):
-        transformer = QwenImageTransformer2DModel(**shape.transformer)
-        vae = AutoencoderKLQwenImage(**shape.decoder)
-    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-    return QwenImagePipeline(
+        transformer = diffusers.QwenImageTransformer2DModel(**shape.transformer)
+        vae = diffusers.AutoencoderKLQwenImage(**shape.decoder)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    return diffusers.QwenImagePipeline(
         transformer=transformer, vae=vae, scheduler=scheduler, text_encoder=None, tokenizer=None
     )
 

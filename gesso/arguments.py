@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from gesso import commands
+from gesso import commands, options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,30 +35,30 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _train(subparsers: Any) -> None:
-    train = _add_command(subparsers, "train", "train a recipe, or resume a run")
-    _add_recipe(train, optional=True)
+    train = options.add_command(subparsers, "train", "train a recipe, or resume a run")
+    options.add_recipe(train, optional=True)
     train.add_argument(
         "--run",
         type=Path,
         metavar="DIR",
         help="new run folder (default: runs/RECIPE-001, runs/RECIPE-002, ...)",
     )
-    _add_card(train)
+    options.add_card(train)
     train.add_argument(
         "--resume",
         type=Path,
         metavar="RUN",
         help="continue this run from its newest checkpoint; only steps=N and cluster.* may change",
     )
-    _add_output(train)
+    options.add_output(train)
     train.set_defaults(action=commands.train, more="overrides")
 
 
 def _check(subparsers: Any) -> None:
     about = "run every part of a recipe once without training, and estimate its cost"
-    check = _add_command(subparsers, "check", about)
-    _add_recipe(check)
-    _add_card(check)
+    check = options.add_command(subparsers, "check", about)
+    options.add_recipe(check)
+    options.add_card(check)
     what = check.add_mutually_exclusive_group()
     what.add_argument(
         "--memory",
@@ -71,15 +71,15 @@ def _check(subparsers: Any) -> None:
         metavar="GB",
         help="only find the largest batches that fit a GPU of this size, by estimates",
     )
-    _add_output(check)
+    options.add_output(check)
     check.set_defaults(action=commands.check, more="overrides")
 
 
 def _plan(subparsers: Any) -> None:
     about = "predict step time, memory and cost on 1 to 1,024 GPUs, and choose settings"
-    plan = _add_command(subparsers, "plan", about)
-    _add_recipe(plan)
-    _add_card(plan)
+    plan = options.add_command(subparsers, "plan", about)
+    options.add_recipe(plan)
+    options.add_card(plan)
     plan.add_argument(
         "--gpus", type=int, default=8, metavar="N", help="number of GPUs (default: 8)"
     )
@@ -114,17 +114,17 @@ def _plan(subparsers: Any) -> None:
     plan.add_argument(
         "--explain", action="store_true", help="also show the time of each part of a step"
     )
-    _add_output(plan)
+    options.add_output(plan)
     plan.set_defaults(action=commands.plan, more="overrides")
 
 
 def _recipes(subparsers: Any) -> None:
-    recipes = _add_command(subparsers, "recipes", "list the bundled recipes")
+    recipes = options.add_command(subparsers, "recipes", "list the bundled recipes")
     recipes.set_defaults(action=commands.recipes)
 
 
 def _sample(subparsers: Any) -> None:
-    sample = _add_command(
+    sample = options.add_command(
         subparsers, "sample", "generate samples with a run, a recipe or a model folder"
     )
     sample.add_argument(
@@ -167,12 +167,12 @@ def _sample(subparsers: Any) -> None:
         action="store_true",
         help="also sample from the base model, before any training",
     )
-    _add_sampling(sample, "score the samples with this reward; may be repeated")
+    options.add_sampling(sample, "score the samples with this reward; may be repeated")
     sample.set_defaults(action=commands.sample, more="prompts")
 
 
 def _eval(subparsers: Any) -> None:
-    evaluate = _add_command(
+    evaluate = options.add_command(
         subparsers, "eval", "score held-out prompts with confidence intervals, and compare models"
     )
     evaluate.add_argument(
@@ -214,14 +214,14 @@ def _eval(subparsers: Any) -> None:
         metavar="DIR",
         help="new folder for the results: eval.json, samples.jsonl, and images",
     )
-    _add_sampling(
+    options.add_sampling(
         evaluate, "score with this reward (default: the rewards of the recipe); may be repeated"
     )
     evaluate.set_defaults(action=commands.evaluate, more="others")
 
 
 def _export(subparsers: Any) -> None:
-    export = _add_command(
+    export = options.add_command(
         subparsers, "export", "save the weights of a run for diffusers, transformers or PEFT"
     )
     export.add_argument("source", type=Path, metavar="RUN", help="run folder")
@@ -241,12 +241,14 @@ def _export(subparsers: Any) -> None:
         metavar="DTYPE",
         help="convert to float32, bfloat16 or float16 (default: no conversion)",
     )
-    _add_checkpoint(export)
+    options.add_checkpoint(export)
     export.set_defaults(action=commands.export)
 
 
 def _view(subparsers: Any) -> None:
-    view = _add_command(subparsers, "view", "show runs in a browser, during training or afterwards")
+    view = options.add_command(
+        subparsers, "view", "show runs in a browser, during training or afterwards"
+    )
     view.add_argument(
         "runs",
         nargs="?",
@@ -258,7 +260,7 @@ def _view(subparsers: Any) -> None:
     view.add_argument(
         "--port", type=int, default=7860, help="port; 0 for any free port (default: 7860)"
     )
-    _add_access(view)
+    options.add_access(view)
     view.add_argument(
         "--trust-code",
         action="store_true",
@@ -275,7 +277,7 @@ def _view(subparsers: Any) -> None:
 
 def _timeline(subparsers: Any) -> None:
     about = "show what each worker of a run spends its time on, and what to change"
-    timeline = _add_command(subparsers, "timeline", about)
+    timeline = options.add_command(subparsers, "timeline", about)
     timeline.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     timeline.add_argument(
         "--step", type=int, metavar="N", help="only this step (default: the newest 200)"
@@ -286,12 +288,12 @@ def _timeline(subparsers: Any) -> None:
         metavar="FILE",
         help="also write a trace for chrome://tracing or ui.perfetto.dev",
     )
-    _add_output(timeline)
+    options.add_output(timeline)
     timeline.set_defaults(action=commands.timeline)
 
 
 def _serve_reward(subparsers: Any) -> None:
-    serve = _add_command(subparsers, "serve-reward", "serve a reward over HTTP")
+    serve = options.add_command(subparsers, "serve-reward", "serve a reward over HTTP")
     serve.add_argument(
         "name", metavar="NAME", help='name of a bundled reward, or your code as "module:name"'
     )
@@ -299,7 +301,7 @@ def _serve_reward(subparsers: Any) -> None:
         "overrides", nargs="*", metavar="key=value", help="set an option of the reward"
     )
     serve.add_argument("--port", type=int, required=True, help="port; 0 for any free port")
-    _add_access(serve)
+    options.add_access(serve)
     serve.add_argument(
         "--workers", type=int, default=1, help="number of worker processes (default: 1)"
     )
@@ -314,7 +316,7 @@ def _serve_reward(subparsers: Any) -> None:
 
 def _env(subparsers: Any) -> None:
     about = "install the separate environments of rewards (reward.env)"
-    env = _add_command(subparsers, "env", about)
+    env = options.add_command(subparsers, "env", about)
     env.add_argument(
         "source",
         metavar="RECIPE_OR_FILE",
@@ -325,9 +327,11 @@ def _env(subparsers: Any) -> None:
 
 
 def _data(subparsers: Any) -> None:
-    data = _add_command(subparsers, "data", "generate a prompt set, or pairs for DPO from a run")
+    data = options.add_command(
+        subparsers, "data", "generate a prompt set, or pairs for DPO from a run"
+    )
     kinds = data.add_subparsers(title="kinds", required=True, metavar="KIND")
-    ocr = _add_command(
+    ocr = options.add_command(
         kinds, "ocr", "generate prompts for images that contain text, for the reward ocr"
     )
     ocr.add_argument(
@@ -341,7 +345,7 @@ def _data(subparsers: Any) -> None:
     )
     ocr.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     ocr.set_defaults(action=commands.data_ocr)
-    pairs = _add_command(
+    pairs = options.add_command(
         kinds, "pairs", "write the best and the worst sample of each group that a run has kept"
     )
     pairs.add_argument("run", type=Path, metavar="RUN", help="run folder")
@@ -356,107 +360,3 @@ def _data(subparsers: Any) -> None:
         help="minimum difference of the two rewards (default: any)",
     )
     pairs.set_defaults(action=commands.data_pairs)
-
-
-def _add_recipe(action: argparse.ArgumentParser, optional: bool = False) -> None:
-    number = "?" if optional else None
-    action.add_argument("recipe", nargs=number, help="name of a bundled recipe, or a TOML file")
-    action.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="override a key of the recipe, e.g. optimizer.lr=1e-4",
-    )
-
-
-def _add_card(action: argparse.ArgumentParser) -> None:
-    action.add_argument(
-        "--card",
-        type=_card,
-        metavar="GB",
-        help="use the recipe's settings for a GPU with this much memory, e.g. 24, or for several, "
-        "e.g. 8x24",
-    )
-
-
-def _card(text: str) -> str:
-    from gesso.config.tables import parse_card
-
-    if parse_card(text) is None:
-        raise argparse.ArgumentTypeError(
-            f"expected GB of GPU memory as in 24, or 8x24 for 8 GPUs, got {text!r:.40}"
-        )
-    return text
-
-
-def _add_command(subparsers: Any, name: str, about: str) -> argparse.ArgumentParser:
-    """`about` is shown by `gesso --help` and by `gesso NAME --help`."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        name, help=about, description=f"{about[0].upper()}{about[1:]}."
-    )
-    return parser
-
-
-def _add_access(action: argparse.ArgumentParser) -> None:
-    """Options of a server: who may connect."""
-    action.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on (default: 127.0.0.1); any other than loopback needs --token-env",
-    )
-    action.add_argument(
-        "--token-env",
-        metavar="NAME",
-        help="environment variable that holds the token which clients must send",
-    )
-
-
-def _add_checkpoint(action: argparse.ArgumentParser) -> None:
-    """Options that choose a checkpoint of a run and change its recipe."""
-    action.add_argument(
-        "--step", type=int, help="step of the run's checkpoint (default: the newest)"
-    )
-    action.add_argument(
-        "--weights",
-        choices=["ema", "current"],
-        help="averaged or current weights of the checkpoint (default: ema if the run has them)",
-    )
-    action.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="key=value",
-        help="override a key of the recipe, e.g. model.device=cpu; may be repeated",
-    )
-    _add_output(action)
-
-
-def _add_sampling(action: argparse.ArgumentParser, rewards: str) -> None:
-    """Options of sampling and scoring."""
-    action.add_argument("--reward", action="append", default=[], metavar="NAME", help=rewards)
-    action.add_argument(
-        "--steps",
-        type=int,
-        help="denoising steps, image models only (default: eval.steps of the recipe)",
-    )
-    action.add_argument(
-        "--guidance",
-        type=float,
-        help="guidance scale, image models only (default: eval.guidance of the recipe)",
-    )
-    action.add_argument(
-        "--temperature",
-        type=float,
-        help="sampling temperature, language models only; 0 is greedy (default: eval.temperature "
-        "of the recipe; 1 instead of 0 for several samples per prompt)",
-    )
-    _add_checkpoint(action)
-
-
-def _add_output(action: argparse.ArgumentParser) -> None:
-    """Options for progress output; `_display` reads them."""
-    how = action.add_mutually_exclusive_group()
-    how.add_argument("--quiet", action="store_true", help="print only the result and errors")
-    how.add_argument(
-        "--json", action="store_true", help="print progress and the result as JSON lines"
-    )

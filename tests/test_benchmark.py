@@ -426,6 +426,11 @@ def test_a_table_of_models(
     flops = sys.modules["flow_sides"].flops(shape, backward=False)
     assert flops == pytest.approx(forward, rel=0.1)  # torch counts adapters, too
     assert "| sd35-large | ours |" in (tmp_path / "models.md").read_text()
+    wrong = b.faults({"a": row, "b": row | {"compiled later": 2, "replay gap": 1e-7}}, gap=0.0)
+    assert wrong == [
+        "b: compiled after the first iteration",
+        "b: log-probs of replay differ by 1.0e-07",
+    ]
 
 
 def test_the_command_of_a_result_can_be_pasted(

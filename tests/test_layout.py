@@ -19,7 +19,8 @@ TESTS = re.compile(r"\btests/[a-z0-9_/]+\.py")
 # From top to bottom; a layer may import the layers after it and its own files.
 LAYERS = [
     "__main__",
-    "cli", "arguments", "commands", "plan", "fitting", "check", "estimate", "run", "worker", "loop",
+    "cli", "arguments", "options", "commands",
+    "plan", "fitting", "check", "estimate", "run", "worker", "loop",
     "viewer", "use", "health", "build", "consistency",
     "families", "memory", "cluster", "learner", "samplers", "algorithms", "models", "weights",
     "ranks", "rewards", "data", "track", "zoo", "formulas", "config", "serving", "imports", "quiet",

@@ -16,6 +16,7 @@ from gesso.check import memory
 from gesso.config import Recipe
 from gesso.estimate import built_on_meta, estimate, with_data
 from gesso.memory import meta
+from gesso.models.flow.kontext import Kontext
 from gesso.types import Prompt, Size, UserError
 from gesso.weights import folded_linear
 from tests import pipelines
@@ -350,6 +351,20 @@ def test_input_images_of_data_that_is_not_here(small_editor: Path) -> None:
     assert any(text == f"assuming {said}" for _, text in memory(recipe))
     kontext = with_data(build.recipe("kontext-pickscore", on("./no.jsonl", "./no.jsonl")))
     assert kontext.prompts == "1 input image per prompt: ./no.jsonl does not exist"
+
+
+class Late(Kontext):
+    """A user's model whose number of input images depends on the instance."""
+
+    @property
+    def input_images(self) -> range:  # type: ignore[override]
+        return range(1, 3)
+
+
+def test_input_images_of_a_users_model() -> None:
+    name = "tests.memory.test_estimates:Late"
+    late = with_data(build.recipe("kontext-pickscore", [*on("./no", "./no"), f"model.name={name}"]))
+    assert late.prompts.startswith("prompts without input images: ./no")
 
 
 def test_input_images_leave_less_memory_for_batches(

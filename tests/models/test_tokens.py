@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gesso.cluster.exchanging import Exchanging, Request
 from gesso.config import Lora
-from gesso.models.tokens import attention, transformer
+from gesso.models.tokens import attention, feature_cache, transformer
 from gesso.models.tokens import head as heads
 from gesso.models.tokens.feature_cache import FeatureCache
 from gesso.models.tokens.packing import pack, pack_responses
@@ -560,6 +560,21 @@ def test_an_image_is_known_by_its_patches_and_their_shape() -> None:
     assert flat != tall
     assert keys(pixels.clone(), [1, 2, 1], [1, 2, 1]) == [flat, flat]
     assert keys(pixels + 1, [1, 2, 1], [1, 2, 1])[0] != flat
+
+
+def test_images_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, grid = torch.zeros(1, dtype=torch.long), torch.tensor([[1, 2, 1]])
+    prompts = [TokenPrompt(ids, ids, torch.full((2, 3), float(i)), grid) for i in range(3)]
+    seen = FeatureCache()
+    hashed = Mock(wraps=feature_cache._digest)
+    monkeypatch.setattr(feature_cache, "_digest", hashed)
+    seen.hash_new(prompts[:2])
+    assert hashed.call_count == 2
+    threads = Mock(side_effect=AssertionError("nothing is new"))
+    monkeypatch.setattr(feature_cache, "ThreadPoolExecutor", threads)
+    seen.hash_new(prompts[:2])
+    assert len({key for prompt in prompts for key in seen.keys(prompt)}) == 3
+    assert hashed.call_count == 3
 
 
 # Measured here: .02 to .14, for these tiny models' logits are large.

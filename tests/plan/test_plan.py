@@ -68,6 +68,7 @@ def test_separate_samplers_overlap_only_with_lag(recipe: Recipe) -> None:
     sampling, training = 4 * 6.0, 32 * terms(recipe) * 0.25 + 2.0
     found = simulate_separate(apart, 3, RATES, RATES, 0)
     assert found.step == pytest.approx(sampling + training)
+    assert found.evaluation == simulate(recipe, 2, RATES, 0).evaluation  # by the samplers
     overlaps = simulate_separate(apart.model_copy(update={"lag": 1}), 3, RATES, RATES, 0)
     assert overlaps.step == pytest.approx(max(sampling, training))
     idle = 1 - (2 * sampling + training) / 3 / overlaps.step
