@@ -315,12 +315,12 @@ def rollout_of(bench: Bench, pieces: list[Piece[TokenTrace]]) -> Rollout:
     index = torch.tensor([i for piece in pieces for i in piece.index])
     order = index.argsort()
     samples = [s for piece in pieces for s in piece.samples]
-    trace = TokenTrace.concat([piece.trace for piece in pieces]).rows(order.to(bench.device))
-    logp = widened([piece.logp for piece in pieces])[order.to(bench.device)]
+    trace = TokenTrace.concat([piece.trace for piece in pieces]).rows(order)
+    logp = widened([piece.logp for piece in pieces])[order]
     luck = torch.rand(len(order), generator=torch.Generator().manual_seed(0)).tolist()
     scores = [Score(value, {"luck": value}) for value in luck]
     picked = [samples[i] for i in order.tolist()]
-    return Rollout(picked, trace.row.cpu(), trace, logp, 0, scores, {"luck": 1.0})
+    return Rollout(picked, trace.row, trace, logp, 0, scores, {"luck": 1.0})
 
 
 def flops(bench: Bench, model: VisionLanguage, rollout: Rollout) -> float:
@@ -386,8 +386,8 @@ def update_theirs(bench: Bench, model: VisionLanguage, plain: Any, rollout: Roll
     for k in range(5):
         rows = rollout.trace.row.tolist()[k % 2 * n : k % 2 * n + n]
         inputs = inputs_of(bench, model, rows)
-        tokens = rollout.token_trace.tokens[k % 2 * n : k % 2 * n + n]
-        drawn = rollout.logp[k % 2 * n : k % 2 * n + n]
+        tokens = rollout.token_trace.tokens[k % 2 * n : k % 2 * n + n].to(bench.device)
+        drawn = rollout.logp[k % 2 * n : k % 2 * n + n].to(bench.device)
 
         def work(inputs: Any = inputs, tokens: Any = tokens, drawn: Any = drawn) -> Tensor:
             logp = padded_logp(plain, inputs, tokens)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
+from gesso.devices import to_device
 from gesso.types import Sample, Score, Weights
 
 if TYPE_CHECKING:
@@ -235,9 +237,9 @@ class TokenPrompt:
 
 @dataclass(frozen=True)
 class TokenTrace:
-    """How N responses were generated, as far as training needs it. S is the length of the longest
-    one. A response is the part of a row of `tokens` where `mask` is True; it ends with the model's
-    EOS token, unless it was truncated."""
+    """How N responses were generated, as far as training needs it; on the CPU. S is the length of
+    the longest one. A response is the part of a row of `tokens` where `mask` is True; it ends with
+    the model's EOS token, unless it was truncated."""
 
     prompts: Sequence[TokenPrompt]  # P
     row: Tensor  # (N,): sample → prompt
@@ -245,6 +247,22 @@ class TokenTrace:
     mask: Tensor  # (N, S) bool: True on the response, contiguous from its first token
     cut: Tensor  # (N,) bool: truncated at the maximum length
     versions: Tensor | None = None  # (N, S) long: of each token's weights; None: the rollout's
+
+    @cached_property
+    def inside(self) -> Tensor:
+        """(R,): indices of the responses' tokens in a flattened (N, S) tensor. On a GPU, indexing
+        with `mask` would wait for the number of tokens."""
+        return self.mask.flatten().nonzero()[:, 0]
+
+    def select(self, values: Tensor) -> Tensor:
+        """(N, S) → (R,): the values of the responses' tokens."""
+        return values.flatten()[to_device(self.inside, values.device)]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """(R, …) → (N, S, …): the reverse of `select`, 0 outside the responses."""
+        blank = values.new_zeros(self.mask.numel(), *values.shape[1:])
+        inside = to_device(self.inside, values.device)
+        return blank.index_copy(0, inside, values).unflatten(0, self.mask.shape)
 
     def rows(self, index: Tensor) -> TokenTrace:
         return TokenTrace(
@@ -303,7 +321,7 @@ class Rollout:
     samples: Sequence[Sample]  # N
     group: Tensor  # (N,): id of the prompt's group, assigned at sampling
     trace: FlowTrace | TokenTrace
-    logp: Tensor  # (N, S)
+    logp: Tensor  # (N, S); of responses on the CPU
     version: int  # of the weights that generated it
     scores: Sequence[Score]  # N
     weights: Mapping[str, float]  # of the rewards, by name

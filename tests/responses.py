@@ -70,7 +70,7 @@ def rollout_of(model: Any, asked: list[Prompt], spread: float = 0.25, seed: int 
     `spread` beside the current ones: many ratios are clipped."""
     trace = trace_of(model, asked, ROWS, seed)
     with torch.no_grad():
-        now = model.logp(trace, TEMPERATURE).logp
+        now = model.logp(trace, TEMPERATURE).logp.cpu()
     generator = torch.Generator().manual_seed(seed)
     drawn = now + spread * torch.randn(now.shape, generator=generator)
     second = [r * r - 0.5 * r for r in REWARDS]

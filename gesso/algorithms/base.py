@@ -14,9 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from gesso import config
+from gesso.devices import to_device
 from gesso.ranks import ALONE, Ranks
 from gesso.rollout import Rollout, TokenTrace
 from gesso.types import ResponseSpec, SampleSpec, Scales, Which
@@ -27,7 +29,7 @@ R = TypeVar("R", bound="Rows")
 
 @dataclass(frozen=True)
 class Rows:
-    """Tensors and token traces with one leading dimension."""
+    """Tensors, token traces and further `Rows` with one leading dimension."""
 
     def rows(self: R, index: Tensor) -> R:
         cut: dict[str, Any] = {}
@@ -35,9 +37,20 @@ class Rows:
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
                 cut[field.name] = value[index]
-            elif isinstance(value, TokenTrace):
+            elif isinstance(value, TokenTrace | Rows):
                 cut[field.name] = value.rows(index)
         return dataclasses.replace(self, **cut)
+
+    def on(self: R, device: torch.device) -> R:
+        """The same with its tensors on this device; a token trace stays on the CPU."""
+        moved: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                moved[field.name] = to_device(value, device)
+            elif isinstance(value, Rows):
+                moved[field.name] = value.on(device)
+        return dataclasses.replace(self, **moved)
 
 
 @dataclass(frozen=True)

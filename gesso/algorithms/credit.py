@@ -68,7 +68,7 @@ class Credit(Strict):
     def __call__(self, rollout: Rollout, penalty: Tensor | None = None) -> Tensor:
         """(N, S) float64, 0 outside the responses. penalty: (N, S) β·KL of each token."""
         mask = rollout.mask
-        rewards = rollout.rewards.to(mask.device)
+        rewards = rollout.rewards
         if penalty is not None and self.per == "response":
             rewards = rewards - penalty.double().sum(1)
         of_responses = self._of_responses(rollout, rewards)
@@ -85,10 +85,10 @@ class Credit(Strict):
 
     def _of_responses(self, rollout: Rollout, rewards: Tensor) -> Tensor:
         """(N,): one advantage per response."""
-        group = rollout.group.to(rewards.device)
+        group = rollout.group
         if self.combine == "gdpo":
             weights = torch.tensor(list(rollout.weights.values()), dtype=torch.float64)
-            return adv.gdpo(rollout.components, weights, rollout.group).to(rewards.device)
+            return adv.gdpo(rollout.components, weights, group)
         if self.baseline == "mean":
             std = "none" if self.std == "one" else self.std
             return adv.group_relative(rewards, group, std, correction=1, epsilon=EPSILON)
@@ -96,7 +96,7 @@ class Credit(Strict):
             return adv.leave_one_out(rewards, group)
         if self.baseline == "greedy":
             assert rollout.greedy is not None, "the cluster samples greedy responses for this"
-            return rewards - rollout.greedy.to(rewards.device)
+            return rewards - rollout.greedy
         return rewards
 
     def kept(self, rollout: Rollout, multiple: int) -> Tensor:

@@ -49,7 +49,7 @@ class DPO(LikelihoodAlgorithm):
         sign = self.advantage(rollout)
         used = sign.nonzero()[:, 0]
         trace = rollout.token_trace
-        reference = torch.zeros(len(sign), device=trace.row.device)
+        reference = torch.zeros(len(sign))
         reference[used] = self._sums(model, trace.rows(used), "reference", settings, ranks)
         return PreparedPairs(sign, reference)
 
@@ -73,9 +73,9 @@ class DPO(LikelihoodAlgorithm):
     def terms(self, rollout: Rollout, prepared: PreparedPairs) -> LikelihoodTerms:
         used = prepared.advantages.nonzero()[:, 0]
         trace = rollout.token_trace.rows(used)
-        sign = prepared.advantages[used].to(trace.row.device)
+        sign = prepared.advantages[used]
         weights = sign[:, None].float() * trace.mask
-        stats = torch.zeros(len(used), len(self.reported), device=trace.row.device)
+        stats = torch.zeros(len(used), len(self.reported))
         total = max(1, len(used) // 2)  # pairs
         group, reference = rollout.group[used], prepared.reference[used]
         return LikelihoodTerms(total, trace, weights, sign, group, reference, stats)
@@ -85,8 +85,7 @@ class DPO(LikelihoodAlgorithm):
     ) -> LikelihoodTerms:
         """Weights both responses of a pair by its loss under the weights before this update."""
         logp = self._sums(model, terms.trace, "current", settings, ranks)
-        gain, device = (logp - terms.reference).cpu(), terms.sign.device
-        pairs = dpo.pairs(gain, terms.sign.cpu(), terms.group, self.beta)
-        weights = pairs.weight.float().to(device)[:, None] * terms.trace.mask
+        pairs = dpo.pairs(logp - terms.reference, terms.sign, terms.group, self.beta)
+        weights = pairs.weight.float()[:, None] * terms.trace.mask
         stats = torch.stack([pairs.loss, pairs.margin, (pairs.margin > 0).double()], 1).float()
-        return replace(terms, weights=weights, stats=stats.to(device))
+        return replace(terms, weights=weights, stats=stats)

@@ -91,7 +91,8 @@ class LikelihoodAlgorithm(Strict):
     def loss(self, model: TokenModel, terms: LikelihoodTerms) -> TermLosses:
         """−Σ weight·ℓ."""
         logp = model.logp(terms.trace, TEMPERATURE).logp
-        stats = {"nll": -logp.detach()[terms.trace.mask]}
+        terms = terms.on(logp.device)
+        stats = {"nll": -terms.trace.select(logp.detach())}
         stats |= dict(zip(self.reported, terms.stats.unbind(1), strict=True))
         return TermLosses(-(terms.weights * logp).sum(1), stats)
 

@@ -113,5 +113,5 @@ class OPD(PolicyGradient):
 
     def further(self, model: TokenModel, terms: ResponseTerms, stats: dict[str, Tensor]) -> Tensor:
         """Reports the KL to the teacher, as estimated from the sampled tokens."""
-        stats["distance"] = -terms.prepared.advantages[terms.trace.mask].float()
+        stats["distance"] = -terms.trace.select(terms.prepared.advantages).float()
         return super().further(model, terms, stats)

@@ -19,6 +19,7 @@ from gesso.algorithms.base import Prepared, TermLosses, Terms
 from gesso.algorithms.credit import Credit
 from gesso.algorithms.importance import Importance
 from gesso.config import Strict
+from gesso.devices import to_device
 from gesso.formulas import kl, objectives
 from gesso.formulas.aggregation import Mode, token_weights
 from gesso.models.tokens.base import TokenModel, ValueFunction
@@ -152,11 +153,6 @@ class ResponseTerms(Terms):
     def __len__(self) -> int:
         return len(self.trace.row)
 
-    def rows(self, index: Tensor) -> ResponseTerms:
-        return ResponseTerms(
-            self.total, self.trace.rows(index), self.prepared.rows(index), self.weights[index]
-        )
-
     def micro_batches(self, settings: config.Learner) -> Sequence[Tensor]:
         return batches(self.trace, settings.micro_tokens)
 
@@ -178,8 +174,8 @@ def by_response(
     settings: config.Learner,
     ranks: Ranks,
 ) -> Tensor:
-    """(N, S) float32: one value per token, computed for packed responses."""
-    values = torch.zeros(trace.tokens.shape, device=trace.tokens.device)
+    """(N, S) float32 on the CPU: one value per token, computed for packed responses."""
+    values = torch.zeros(trace.tokens.shape)
     parts = batches(trace, settings.micro_tokens)
     costs = [tokens_of(trace, part) for part in parts]
     fill(values, parts, costs, lambda part: compute(trace.rows(part)), ranks)
@@ -366,29 +362,31 @@ class PolicyGradient(Strict):
         return terms
 
     def loss(self, model: TokenModel, terms: ResponseTerms) -> TermLosses:
-        prepared, mask = terms.prepared, terms.trace.mask
         scored = model.logp(terms.trace, self.temperature)
         logp = scored.logp
+        terms = terms.on(logp.device)
+        prepared, select = terms.prepared, terms.trace.select
+        mask = to_device(terms.trace.mask, logp.device)
         surrogate = self.surrogate(logp, prepared.old, prepared.advantages.float(), mask)
         token_loss = surrogate.loss  # (T, S)
         if self.importance is not None:
             token_loss = token_loss * prepared.importance
         stats = {
-            "ratio": surrogate.ratio[mask],
-            "clipped": surrogate.clipped[mask].float(),
-            "abs_dlogp": (logp - prepared.old).abs().detach()[mask],
-            "entropy": scored.entropy[mask],
+            "ratio": select(surrogate.ratio),
+            "clipped": select(surrogate.clipped).float(),
+            "abs_dlogp": select((logp - prepared.old).abs().detach()),
+            "entropy": select(scored.entropy),
         }
         if self.kl:
             distance = kl.estimate(logp, prepared.reference, self.kl.estimator)
-            stats["kl"] = distance.detach()[mask]
+            stats["kl"] = select(distance.detach())
             if self.kl.place == "loss":
                 token_loss = token_loss + self.kl.beta * distance
         if self.importance is not None:
             stats |= {
-                "importance": prepared.importance[mask],
-                "importance_bounded": prepared.bounded[mask].float(),
-                "sampler_gap": prepared.gap[mask],
+                "importance": select(prepared.importance),
+                "importance_bounded": select(prepared.bounded).float(),
+                "sampler_gap": select(prepared.gap),
             }
         loss = (terms.weights * token_loss).sum(1)
         return TermLosses(loss + self.further(model, terms, stats), stats)

@@ -79,7 +79,7 @@ class PPO(PolicyGradient):
         mask = rollout.mask
         with torch.no_grad():
             values = by_response(self._critic.values, rollout.token_trace, settings, ranks)
-        rewards = adv.on_last(rollout.rewards.to(mask.device), mask)
+        rewards = adv.on_last(rollout.rewards, mask)
         if penalty is not None:
             rewards = rewards - penalty.double()
         estimate = adv.gae(rewards, values, mask, self.advantage.gamma, self.lam)
@@ -92,9 +92,9 @@ class PPO(PolicyGradient):
         """The value loss. Critic and policy share no trained weights, so the two losses need no
         coefficient."""
         assert self._critic is not None, "call `with_critic` first"
-        prepared, mask = terms.prepared, terms.trace.mask
+        prepared, select = terms.prepared, terms.trace.select
         values = self._critic.values(terms.trace)
         loss = objectives.value_loss(values, prepared.values, prepared.returns, self.critic.clip)
-        error = (values.detach() - prepared.returns)[mask]
-        stats |= {"value": values.detach()[mask], "value_error": error.abs()}
+        error = select(values.detach() - prepared.returns)
+        stats |= {"value": select(values.detach()), "value_error": error.abs()}
         return (terms.weights * loss).sum(1)

@@ -32,7 +32,7 @@ class SFT(LikelihoodAlgorithm):
 
     def terms(self, rollout: Rollout, prepared: Prepared) -> LikelihoodTerms:
         mask = rollout.mask
-        unused = torch.empty(len(mask), 0, device=mask.device)
+        unused = torch.empty(len(mask), 0)
         weights = token_weights(mask, "token-mean")
-        sign = torch.ones(len(mask), device=mask.device)
+        sign = torch.ones(len(mask))
         return LikelihoodTerms(1, rollout.token_trace, weights, sign, rollout.group, unused, unused)

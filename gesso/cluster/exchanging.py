@@ -140,6 +140,8 @@ class Exchanging:
         if isinstance(request.spec, SampleSpec):
             trace = FlowTrace(context=request.shared, **values)
         else:
+            values = {name: tensor.cpu() for name, tensor in values.items()}
+            logp = logp.cpu()
             trace = TokenTrace(prompts=request.shared, **values)
         return Piece(index, samples, trace, logp)
 

@@ -160,8 +160,8 @@ class _Decoding:
         for i, so_far in enumerate(begun.responses):
             if so_far.done:
                 cut = int(so_far.tokens[-1]) not in self.model.end
-                tokens, logp, versions = (t.to(self.model.device) for t in so_far.tensors)
-                self.finished.append(Response(i, tokens, logp, cut, True, versions))
+                tokens, logp = (t.to(self.model.device) for t in so_far.tensors[:2])
+                self.finished.append(Response(i, tokens, logp, cut, True, so_far.versions))
                 self.waiting.remove(i)
             elif len(so_far.tokens):
                 prompt = self.prompts[self.row[i]]
@@ -290,7 +290,7 @@ class _Decoding:
         i = self.running.pop(slot)
         versions = None
         if self.begun is not None:
-            versions = self.begun.responses[i].versions.to(self.model.device)
+            versions = self.begun.responses[i].versions
             more = versions.new_full((length - len(versions),), self.sampler.weights.version)
             versions = torch.cat([versions, more])
         done = not cut or length == self.spec.max_tokens

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gesso.devices import to_device
 from gesso.formulas import diversity, flow_steps
 from gesso.models.flow.base import FlowModel, PromptCache
 from gesso.models.flow.guidance import guided, rows_per_sample
@@ -213,6 +214,4 @@ class _Noise:
 
     def draw(self) -> Tensor:
         rows = torch.stack([self.model.noise(self.size, stream) for stream in self.streams])
-        if self.model.device.type == "cuda":
-            rows = rows.pin_memory()  # otherwise the copy would block
-        return rows.to(self.model.device, non_blocking=True)
+        return to_device(rows, self.model.device)

@@ -127,8 +127,8 @@ class GivenResponses(GivenSampler):
         model: ResponseEncoder = self.model
         responses = []
         for k, i in enumerate(index):
-            tokens = model.encode_response(call.prompt(i), call.sample(i)).to(self.model.device)
-            logp = torch.zeros(len(tokens), device=tokens.device)
+            tokens = model.encode_response(call.prompt(i), call.sample(i))
+            logp = torch.zeros(len(tokens))
             responses.append(Response(k, tokens, logp, cut=False))
         request = ResponseRequest(call.prompts, shared, call.row, call.seeds, index)
         piece = request.piece(responses, self.model)

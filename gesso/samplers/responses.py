@@ -26,7 +26,7 @@ class Response:
     logp: Tensor  # (s,)
     cut: bool  # does not end with an id of `end`
     done: bool = True
-    versions: Tensor | None = None  # (s,), if it may be continued
+    versions: Tensor | None = None  # (s,) on the CPU, if it may be continued
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,15 @@ class ResponseRequest:
         return Begun([self.begun.responses[i] for i in self.index], self.begun.limit)
 
     def piece(self, responses: Sequence[Response], model: TokenModel) -> Piece[TokenTrace]:
-        device = model.device
         index = [self.index[response.index] for response in responses]
-        lengths = torch.tensor([len(response.tokens) for response in responses], device=device)
-        tokens = pad_sequence([response.tokens for response in responses], batch_first=True)
+        lengths = torch.tensor([len(response.tokens) for response in responses])
+        tokens = pad_sequence([response.tokens for response in responses], batch_first=True).cpu()
         trace = TokenTrace(
             self.encoded,
-            row=torch.tensor([self.row[i] for i in index], device=device),
+            row=torch.tensor([self.row[i] for i in index]),
             tokens=tokens,
-            mask=torch.arange(tokens.shape[1], device=device) < lengths[:, None],
-            cut=torch.tensor([response.cut for response in responses], device=device),
+            mask=torch.arange(tokens.shape[1]) < lengths[:, None],
+            cut=torch.tensor([response.cut for response in responses]),
             versions=None if self.begun is None else _padded([r.versions for r in responses]),
         )
         ids = tokens.tolist()
@@ -72,7 +71,7 @@ class ResponseRequest:
         ]
         logp = pad_sequence([response.logp for response in responses], batch_first=True)
         partial = [] if self.begun is None else [_partial(r) for r in responses]
-        return Piece(index, samples, trace, logp, partial)
+        return Piece(index, samples, trace, logp.cpu(), partial)
 
 
 def _padded(versions: Sequence[Tensor | None]) -> Tensor:
@@ -82,7 +81,7 @@ def _padded(versions: Sequence[Tensor | None]) -> Tensor:
 def _partial(response: Response) -> PartialResponse:
     assert response.versions is not None
     tokens, logp, versions = response.tokens, response.logp, response.versions
-    return PartialResponse(tokens.cpu(), logp.cpu(), versions.cpu(), response.done)
+    return PartialResponse(tokens.cpu(), logp.cpu(), versions, response.done)
 
 
 class EncodedPrompts(Sequence[TokenPrompt]):

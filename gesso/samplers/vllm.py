@@ -185,11 +185,10 @@ class VllmSampler:
         tokens = list(completion.token_ids)
         pairs = zip(completion.logprobs, tokens, strict=True)
         logp = [logprobs[token].logprob for logprobs, token in pairs]
-        device = self.model.device
         return Response(
             index,
-            torch.tensor(tokens, device=device),
-            torch.tensor(logp, dtype=torch.float32, device=device),
+            torch.tensor(tokens),
+            torch.tensor(logp, dtype=torch.float32),
             cut=tokens[-1] not in self.model.end,
         )
 

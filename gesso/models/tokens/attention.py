@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gesso.devices import to_device
+
 NAME = "gesso"
 WINDOWS = "gesso_flash"
 """Vision towers pass all their windows to an attention function with "flash" in its name, and loop
@@ -74,9 +76,9 @@ class Flat:
         most = [max(length for tree in trees for length in tree), max(map(len, tokens))]
         for ends in (queries, keys):
             ends += [ends[-1]] * (-len(ends) % SEGMENTS)
-        starts = torch.tensor([queries, keys], dtype=torch.int32).to(device)
+        starts = to_device(torch.tensor([queries, keys], dtype=torch.int32), device)
         most_queries, most_keys = (-(-n // 256) * 256 for n in most)
-        joined = torch.cat(tokens).to(device)
+        joined = to_device(torch.cat(tokens), device)
         return Flat(starts[0], starts[1], joined, most_queries, most_keys, dtype)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gesso import config
+from gesso.devices import to_device
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.rollout import TokenTrace
 from gesso.types import UserError
@@ -37,7 +38,7 @@ class Critic:
         that the value does not depend on the token."""
         states = self.trunk.hidden(trace).float()
         values = states @ self.head + self.bias
-        return torch.where(trace.mask.to(values.device), values, 0.0)
+        return torch.where(to_device(trace.mask, values.device), values, 0.0)
 
 
 class _Adapted:

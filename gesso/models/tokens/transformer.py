@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gesso import config
+from gesso.devices import to_device
 from gesso.models.adapter_checks import AdapterFile
 from gesso.models.located import TRANSFORMER, locate
 from gesso.models.repeatable import kernel_options, settle_attention
@@ -265,26 +266,20 @@ class TransformerModel(ABC):
     def logp(
         self, trace: TokenTrace, temperature: float, weights: Which = "current"
     ) -> ResponseLogp:
-        mask = trace.mask.to(self.device)
-        tokens = trace.tokens.to(self.device)[mask]  # (R,)
+        tokens = to_device(trace.select(trace.tokens), self.device)
         with self.policy.using(weights), self.precision():
             states = self._response_states(trace)
             logp, entropy = head.score(self._head, states, tokens, temperature, self.allowed)
-        blank = torch.zeros(mask.shape, device=self.device)
-        return ResponseLogp(blank.masked_scatter(mask, logp), blank.masked_scatter(mask, entropy))
+        return ResponseLogp(trace.spread(logp), trace.spread(entropy))
 
     def hidden(self, trace: TokenTrace, weights: Which = "current") -> Tensor:
-        mask = trace.mask.to(self.device)
         with self.policy.using(weights), self.precision():
-            states = self._response_states(trace)
-        blank = states.new_zeros(*mask.shape, states.shape[-1])
-        return blank.masked_scatter(mask[..., None], states)
+            return trace.spread(self._response_states(trace))
 
     def _response_states(self, trace: TokenTrace) -> Tensor:
         """(R, D): the state of the token before each response token, in the order of the mask. The
         last token of a response predicts nothing and is not part of the pass."""
         rows, lengths = trace.row.tolist(), trace.mask.sum(1).tolist()
-        responses = trace.tokens.cpu()
         picked = [i for i, length in enumerate(lengths) if length]
         if not picked:
             return torch.zeros(0, self.decoder.config.hidden_size, device=self.device)
@@ -293,7 +288,7 @@ class TransformerModel(ABC):
             of_prompt.setdefault(rows[i], []).append(i)
         sequences = self._sequences(
             [trace.prompts[r] for r in of_prompt],
-            [[responses[i, : lengths[i] - 1] for i in members] for members in of_prompt.values()],
+            [[trace.tokens[i, : lengths[i] - 1] for i in some] for some in of_prompt.values()],
         )
         indices, start = {}, 0
         for members, (length, *after) in zip(of_prompt.values(), sequences.lengths, strict=True):
@@ -304,7 +299,7 @@ class TransformerModel(ABC):
                 start += more
         with self._recomputing():
             states = self._states(sequences)
-        return states[torch.cat([indices[i] for i in picked]).to(self.device)]
+        return states[to_device(torch.cat([indices[i] for i in picked]), self.device)]
 
     def _sequences(
         self, prompts: Sequence[TokenPrompt], responses: Sequence[Sequence[Tensor]]
@@ -318,9 +313,9 @@ class TransformerModel(ABC):
             ids += [prompt.ids, *group]
             positions += [before, *after]
             lengths.append([len(prompt), *map(len, group)])
+        joined, rows = torch.cat(ids), torch.cat(positions, 1)
         device = self.device
-        joined = torch.cat(positions, 1)
-        return Sequences(torch.cat(ids).to(device), joined.to(device), prompts, lengths)
+        return Sequences(to_device(joined, device), to_device(rows, device), prompts, lengths)
 
     def _states(self, sequences: Sequences, cache: Any = None) -> Tensor:
         """(T, D): the decoder's last hidden states; sequences do not attend to each other."""

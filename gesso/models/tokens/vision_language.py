@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gesso import config
+from gesso.devices import to_device
 from gesso.models.tokens import loading
 from gesso.models.tokens.attention import WINDOWS
 from gesso.models.tokens.feature_cache import FeatureCache, images_of
@@ -203,11 +204,12 @@ class VisionLanguage(TransformerModel):
         if not encoded:
             return {"inputs_embeds": embeds}
         per_prompt = [encoded[id(p)] for p in sequences.prompts if id(p) in encoded]
-        features = torch.cat(per_prompt, 1).to(self.device, embeds.dtype)  # (1 + deep, tokens, D)
+        cached = torch.cat(per_prompt, 1)  # (1 + deep, tokens, D)
+        features = to_device(cached, self.device).to(embeds.dtype)
         kinds = []
         for prompt, (_, *after) in zip(sequences.prompts, sequences.lengths, strict=True):
             kinds += [prompt.kinds, torch.zeros(sum(after), dtype=torch.long)]
-        is_image = (torch.cat(kinds) == 1)[None].to(self.device)  # (1, T)
+        is_image = to_device((torch.cat(kinds) == 1)[None], self.device)  # (1, T)
         embeds = embeds.masked_scatter(is_image[..., None], features[0])
         deep = {"visual_pos_masks": is_image, "deepstack_visual_embeds": list(features[1:])}
         return {"inputs_embeds": embeds, **(deep if len(features) > 1 else {})}
