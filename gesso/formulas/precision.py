@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+WEYL = -1640531535  # 2³²/φ as an int32
+
 
 def wide(x: Tensor) -> Tensor:
     """At least float32: half precision is widened, float64 is unchanged."""
@@ -18,7 +20,7 @@ def wide(x: Tensor) -> Tensor:
 def dither_thresholds(shape: Sequence[int], device: torch.device) -> Tensor:
     """int32 in [0, 2¹⁶): Weyl's sequence i·φ mod 1, in units of 2⁻¹⁶."""
     index = torch.arange(math.prod(shape), dtype=torch.int32, device=device).view(*shape)
-    return index.mul_(-1640531535).bitwise_right_shift_(16).bitwise_and_(0xFFFF)  # 2³²/φ
+    return index.mul_(WEYL).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
 
 
 def dithered_(x: Tensor, thresholds: Tensor) -> Tensor:

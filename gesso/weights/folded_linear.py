@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from gesso.formulas.precision import dither_thresholds, dithered_
 from gesso.weights.lora_linear import LoraLinear
 from gesso.weights.trainable import ADAPTER
 
+HAS_TRITON = find_spec("triton") is not None
 FOLD_AT_ONCE = 2**26
 """Weight values that are folded at once, in float32."""
 
@@ -47,9 +49,23 @@ class FoldedLinear(LoraLinear):
 
 @torch.no_grad()
 def fold(layers: Sequence[FoldedLinear]) -> list[Tensor]:
-    """W + s·BA of each layer, in the precision of the weight. Layers of the same shape are folded
-    together: for single layers of a large network, kernel launches would take longer than the
-    computation."""
+    """W + s·BA of each layer, in the precision of the weight."""
+    if all(map(_has_kernel, layers)):
+        from gesso.weights.folding_kernels import folded
+
+        return [folded(layer.frozen, *layer.adapter, layer.scaling[ADAPTER]) for layer in layers]
+    return fold_by_torch(layers)
+
+
+def _has_kernel(layer: FoldedLinear) -> bool:
+    weight = layer.frozen
+    half = weight.is_cuda and weight.dtype == torch.bfloat16
+    return half and weight.is_contiguous() and HAS_TRITON
+
+
+def fold_by_torch(layers: Sequence[FoldedLinear]) -> list[Tensor]:
+    """On any device, in any precision. Layers of the same shape are folded together: for single
+    layers of a large network, kernel launches would take longer than the computation."""
     alike = defaultdict(list)
     for i, layer in enumerate(layers):
         alike[layer.frozen.shape, layer.frozen.dtype, layer.scaling[ADAPTER]].append(i)

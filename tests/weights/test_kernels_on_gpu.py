@@ -1,0 +1,55 @@
+"""Kernels in Triton against the same formulas in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+
+from gesso.models.flow.rotation import rotate
+from gesso.weights.folded_linear import FoldedLinear, fold, fold_by_torch
+from tests.typed import sure
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("out, columns, rank", [(64, 128, 16), (100, 200, 4), (3072, 1536, 48)])
+def test_folding(out: int, columns: int, rank: int) -> None:
+    """Sums of products differ in their last bits, so a value close to its threshold may be rounded
+    to the other neighbour."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(columns, out).bfloat16())
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["0"])
+    lora._register_custom_module({nn.Linear: FoldedLinear})
+    layer = sure(FoldedLinear, inject_adapter_in_model(lora, network)[0]).cuda()
+    for part in (layer.lora_A, layer.lora_B):
+        part.float()
+    assert torch.equal(fold([layer])[0], layer.frozen), "a new adapter changes nothing"
+    layer.adapter[1].data.normal_(std=1e-2)
+    (found,), (expected,) = fold([layer]), fold_by_torch([layer])
+    assert (found != layer.frozen).float().mean() > 0
+    assert (found != expected).float().mean() < 1e-3
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=1e-6)
+    assert torch.equal(found, fold([layer])[0])
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 24, 128), (3, 33, 2, 16)])
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_rotation(shape: tuple[int, ...], per_sample: bool) -> None:
+    n, length, _, width = shape
+    torch.manual_seed(0)
+    x, grad = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in "xg")
+    angles = torch.randn(*(n,) * per_sample, length, width // 2, device="cuda")
+    rotation = torch.stack([angles.cos(), angles.sin()], -1)
+    results = {}
+    for device in ("cpu", "cuda"):
+        here = x.to(device).requires_grad_()
+        out = rotate(here, rotation.to(device))
+        results[device] = out, *torch.autograd.grad(out, here, grad.to(device))
+    for found, expected in zip(results["cuda"], results["cpu"], strict=True):
+        torch.testing.assert_close(found.cpu(), expected, rtol=2**-7, atol=1e-6)
+    torch.library.opcheck(torch.ops.gesso.rotate, (x, rotation, False))
