@@ -36,14 +36,16 @@ class Transition:
     def logp(self, x_next: Tensor) -> Tensor:
         """(N,): mean over all axes of a latent of the log-density (Flow-GRPO's authors report that
         the sum is unstable). Gradients flow to the mean, never to x'. A deterministic step has no
-        density: its log-prob is 0 without gradient, so that no NaN reaches the loss."""
+        density: its log-prob is 0 without gradient, so that no NaN reaches the loss. Added up in
+        float64: on a GPU the order depends on the number of rows, and so would the last bit."""
         error = (x_next.detach() - self.mean).square()
         if self.full_density:
             std = torch.where(self.std > 0, self.std, 1.0)
             density = -error / (2 * std.square()) - std.log() - 0.5 * _LOG_2PI
         else:
             density = -error
-        return torch.where(self.std > 0, density, 0.0).flatten(1).mean(1)
+        density = torch.where(self.std > 0, density, 0.0).flatten(1)
+        return density.mean(1, dtype=torch.float64).to(density.dtype)
 
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Transition]
