@@ -36,16 +36,14 @@ def rows_of(run: RunFolder) -> list[dict]:
     return list(run.rows())
 
 
-def built(name: str, folder: Path) -> Path:
-    """A pipeline to compile, with heads of 64 or 128, as real models have: our kernels repeat, so
-    sampling and training share their graphs. Without kernels, training runs torch's deterministic
-    operators in graphs of its own: SANA and Wan below. SD3.5 has a graph for each kind of block:
-    with a second attention, and the last."""
-    if name in editors.EDITORS:
-        return editors.build(name, folder / "pipeline", 8)
-    scale = {"sana": 1, "wan": 4}.get(name, 8)
-    layers = {"num_layers": 2} if name == "sd35" else {}
-    return pipelines.build(name, folder / "pipeline", scale, **layers)
+def built(name: str, folder: Path, scale: int = 8) -> Path:
+    """A pipeline to compile, by default with heads of 64 or 128, as real models have: our kernels
+    repeat, so sampling and training share their graphs. Without kernels, training runs torch's
+    deterministic operators in graphs of its own. Each kind of layer is a graph for each number of
+    tokens: SD3.5 has two kinds, and an editing model several numbers."""
+    layers = {"sd35": {"num_layers": 2}, "kontext": {"num_single_layers": 1}}.get(name, {})
+    kind = editors if name in editors.EDITORS else pipelines
+    return kind.build(name, folder / "pipeline", scale, **layers)
 
 
 def test_a_run_on_cuda_samples_what_the_cpu_samples(recipe_data: dict, tmp_path: Path) -> None:
@@ -108,7 +106,7 @@ def test_compiled_in_one_pass_the_update_is_that_of_two(
     """But for rounding: pictures and log-probs to the bit. Nothing is compiled after the first
     iteration, though batches are full and not, and steps trained and not."""
     recipe_data["model"] |= {
-        "path": str(built("sd35", tmp_path)), "height": 24, "width": 16, "text_length": 16,
+        "path": str(built("sd35", tmp_path, 1)), "height": 24, "width": 16, "text_length": 16,
         "device": "cuda", "dtype": "bfloat16", "lora": {"rank": 4, "alpha": 8}, "compile": True,
         "fold": True,
     }  # fmt: skip
@@ -371,7 +369,8 @@ def test_newer_models_repeat(recipe_data: dict, tmp_path: Path, case: str) -> No
     log-probs of sampling, up to float32 rounding where batches of two aspect ratios are divided."""
     name = case.partition(",")[0]
     edits = name in editors.EDITORS
-    path = str(built(name, tmp_path))
+    scale = {"sana": 1, "wan": 4}.get(name, 8)  # cross-attention: no kernels
+    path = str(built(name, tmp_path, scale))
     for i in range(2):  # two aspect ratios
         Image.new("RGB", (64, 64 + 64 * i), "red").save(tmp_path / f"{i}.png")
     sources = [{"image": f"{i % 2}.png"} if edits else {} for i in range(4)]

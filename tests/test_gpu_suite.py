@@ -63,7 +63,12 @@ def test_jobs_begin_in_order() -> None:
     """At most `at_once`; early ones first, and one after another that failed fails."""
     background, order = Background(1, lambda: None), []
     begun, free = threading.Event(), threading.Event()
-    first = background.start(lambda: begun.set() or free.wait())
+
+    def held() -> None:
+        begun.set()
+        free.wait(60)
+
+    first = background.start(held)
     begun.wait(60)
     late = background.start(lambda: order.append("late"))
     then = background.start(lambda: order.append("then"), early=True, after=first)
