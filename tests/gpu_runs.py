@@ -89,6 +89,7 @@ def started(
         "TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "1",
         **(variables or {}),
     }  # fmt: skip
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process compiles all it imports
     with (run.parent / f"{run.name}.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "gesso", "train", *arguments],
