@@ -1,7 +1,7 @@
 # make demo    installs everything, then trains the bundled model
 # make test    installs everything, then runs linters and all tests
 # make docs    builds the documentation site in site/
-# make test-gpu runs the GPU tests, then models of real size: all, or MODELS="flux-dev …"
+# make test-gpu runs the GPU tests, N times with PASSES=N, then models of real size: all, or MODELS="flux-dev …"
 # make mutants breaks the code on purpose, one line at a time; a test must fail each time
 # All use an environment in .venv; PYTHON selects the interpreter (3.10 or newer).
 
@@ -46,7 +46,7 @@ test-fast: $(VENV)/.dev
 
 # Each model takes up to 10 minutes and 60 GB of disk in the folder for temporary files.
 test-gpu: $(VENV)/.dev
-	@$(if $(MODELS),,$(BIN)/python -m pytest -m gpu -p tests.as_they_end)
+	@$(if $(MODELS),,$(BIN)/python -m tests.gpu_suite --passes $(or $(PASSES),1))
 	@$(BIN)/python -m tests.real_size $(MODELS)
 
 mutants: $(VENV)/.dev

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from gesso.config import Recipe
+
+if TYPE_CHECKING:
+    from tests.gpu_runs import SessionRuns
 
 PROMPTS = [
     'a red sign that says "KITE"',
@@ -18,18 +23,68 @@ PROMPTS = [
 ]
 
 
+RUNS: pytest.StashKey[SessionRuns] = pytest.StashKey()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first, then those that wait for a browser: the last file to start would
-    keep one process busy while the others have nothing to do."""
+    keep one process busy while the others have nothing to do. Tests that share runs wait for them
+    after all others."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path not in slow, item.path.parent.name != "viewer"))
+    items.sort(
+        key=lambda item: (
+            item.get_closest_marker("xdist_group") is not None,
+            item.path not in slow,
+            item.path.parent.name != "viewer",
+        )
+    )
 
 
-def pytest_collection_finish() -> None:
-    """Garbage collection skips everything imported so far, a tenth of the CPU time, and is rare."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Garbage collection skips everything imported so far, a tenth of the CPU time, and is rare.
+    On a GPU, runs that tests share begin now, unless these tests may run in other processes."""
+    gc.unfreeze()  # what an earlier session of this process froze
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20)
+    options = session.config.option
+    elsewhere = "PYTEST_XDIST_WORKER" in os.environ or getattr(options, "processes", 1) > 1
+    if not (options.collectonly or elsewhere or session.testsfailed):
+        for item in session.items:
+            if isinstance(item, pytest.Function) and item.get_closest_marker("xdist_group"):
+                _start_runs(session.config, item.module)
+
+
+def _start_runs(config: pytest.Config, module: ModuleType) -> Any:
+    """What `start_runs` of the module returns; None without a CUDA device."""
+    import torch
+
+    from tests.gpu_runs import SessionRuns
+
+    if not torch.cuda.is_available():
+        return None
+    if RUNS not in config.stash:
+        config.stash[RUNS] = SessionRuns(config._tmp_path_factory)  # type: ignore[attr-defined]
+    return config.stash[RUNS].of(module)
+
+
+@pytest.fixture(scope="module")
+def shared_runs(request: pytest.FixtureRequest) -> Iterator[Any]:
+    config = request.config
+    started = RUNS in config.stash
+    yield _start_runs(config, request.module)
+    if not started:  # in a process that may skip the end of its session
+        _stop_runs(config)
+
+
+def _stop_runs(config: pytest.Config) -> None:
+    if RUNS in config.stash:
+        config.stash[RUNS].background.stop()
+        del config.stash[RUNS]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    _stop_runs(session.config)
 
 
 @pytest.fixture(autouse=True)

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 import tomli_w
 
 from gesso.track.run_folder import RunFolder
 from tests import pipelines, tokens
+from tests.background import Background
 from tests.pinned.runs import UNREPEATABLE
 
 STEPS, DEVICE = 4, "cuda"
-AT_ONCE = 8  # bounds host memory: each process imports torch with CUDA
+AT_ONCE = max(2, min(14, (os.cpu_count() or 1) - 2))
+"""Runs at a time: two cores are left for other tests. Bounds host memory, too, as each process
+imports torch with CUDA."""
 KINDS = {"sd35": "sd3", "flux-dev": "flux", "qwen-image": "qwen-image", "qwen2": "causal"}
 NOT_REPEATED = (*UNREPEATABLE, "cached", "cluster/")  # a resumed run has no cached scores
 
 
+SECONDS = 500  # until a run is killed
+
+
 def recipe(name: str, folder: Path, prompts: Path) -> Path:
+    """All passes have one number of rows: three samples, in evaluations, too, with guidance."""
     data = {"train": str(prompts), "eval": str(prompts), "groups": 2}
     common = {"device": DEVICE, "dtype": "bfloat16", "lora": {"rank": 4, "alpha": 8}}
     table: dict[str, Any] = {"steps": STEPS, "data": data, "eval": {"every": 2, "prompts": 3}}
-    table |= {"save": {"every": 1, "keep": STEPS}, "learner": {"micro_batch": 6}}
+    table |= {"save": {"every": 1, "keep": STEPS}, "learner": {"micro_batch": 3}}
     if name == "qwen2":
         model = tokens.build(name, folder / "model", 64)
         table["model"] = common | {"name": "causal", "path": str(model), "compile": True}
@@ -35,7 +46,8 @@ def recipe(name: str, folder: Path, prompts: Path) -> Path:
         table["reward"] = [{"name": "tests.token_rewards:early"}]
         table["learner"] = {"micro_tokens": 512}
     else:
-        model = pipelines.build(name, folder / "model", 8)
+        layers = {"num_layers": 2} if name == "sd35" else {}  # of two kinds
+        model = pipelines.build(name, folder / "model", 8, **layers)
         size = {"height": 64, "width": 64, "text_length": 16}
         table["model"] = common | size | {
             "name": KINDS[name], "path": str(model), "compile": True, "fold": True,
@@ -43,12 +55,22 @@ def recipe(name: str, folder: Path, prompts: Path) -> Path:
         table["algorithm"] = {
             "name": "flow-grpo", "group": 3, "steps": 4, "guidance": 3.0, "beta": 0.04,
         }  # fmt: skip
-        table["sampler"] = {"batch": 4}
+        table["sampler"] = {"batch": 3}
         table["eval"] |= {"steps": 4}
         table["reward"] = [{"name": "jpeg-compressibility"}]
     file = folder / "recipe.toml"
     file.write_text(tomli_w.dumps(table))
     return file
+
+
+_started: list[subprocess.Popen[bytes]] = []
+
+
+def kill_all() -> None:
+    for process in [*_started]:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def started(
@@ -64,28 +86,25 @@ def started(
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "2",
+        "TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "1",
         **(variables or {}),
     }  # fmt: skip
-    log = (run.parent / f"{run.name}.log").open("ab")
-    return subprocess.Popen(
-        [sys.executable, "-m", "gesso", "train", *arguments],
-        env=environment, stdout=log, stderr=log, start_new_session=True,
-    )  # fmt: skip
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process compiles all it imports
+    with (run.parent / f"{run.name}.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gesso", "train", *arguments],
+            env=environment, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    _started.append(process)
+    return process
 
 
-def at_once(jobs: Iterable[Callable[[], object]]) -> None:
-    """Runs them in threads, `AT_ONCE` at a time; raises the first error."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        for job in [pool.submit(job) for job in jobs]:
-            job.result()
-
-
-def trained(run: Path, recipe: Path, cache: Path, overrides: Sequence[str] = ()) -> None:
+def trained(run: Path, recipe: Path, cache: Path, overrides: Sequence[str] = ()) -> Path:
     finished(started(run, recipe, cache, overrides), run)
+    return run
 
 
-def trained_on_two(run: Path, recipe: Path, cache: Path, overrides: Sequence[str] = ()) -> None:
+def trained_on_two(run: Path, recipe: Path, cache: Path, overrides: Sequence[str] = ()) -> Path:
     """Two workers on one GPU. NCCL rejects two ranks of one host on the same GPU, so each rank
     claims to be another host; messages go through sockets."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -107,11 +126,18 @@ def trained_on_two(run: Path, recipe: Path, cache: Path, overrides: Sequence[str
     finally:
         for process in ranks:
             process.kill()
+    return run
 
 
 def finished(process: subprocess.Popen[bytes], run: Path) -> None:
     log = run.parent / f"{run.name}.log"
-    assert process.wait(400) == 0, log.read_text()[-2000:]
+    try:
+        status = process.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        status = process.wait()
+    assert status == 0, f"{run.name}: status {status}\n{log.read_text()[-2000:]}"
 
 
 def write_prompts(folder: Path) -> Path:
@@ -120,11 +146,28 @@ def write_prompts(folder: Path) -> Path:
     return file
 
 
-def result(run: Path) -> tuple[list[dict], dict[str, bytes]]:
-    """Rows without timings, and all files of the last checkpoint."""
+def result(future: Future[Path]) -> tuple[list[dict], dict[str, bytes]]:
+    """Of a run, once it has ended: rows without timings, and all files of the last checkpoint."""
+    run = future.result()
     folder = RunFolder(run)
     rows = [
         {k: v for k, v in row.items() if not k.startswith(NOT_REPEATED)} for row in folder.rows()
     ]
     last = sorted((run / "checkpoints").iterdir())[-1]
     return rows, {file.name: file.read_bytes() for file in last.glob("*.safetensors")}
+
+
+class SessionRuns:
+    """The runs of a test session. A test module that needs any has a function `start_runs`."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self.factory = factory
+        self.background = Background(AT_ONCE, kill_all)
+        self._made: dict[str, Any] = {}
+
+    def of(self, module: ModuleType) -> Any:
+        """What `start_runs` of the module returns; called once."""
+        if module.__name__ not in self._made:
+            folder = self.factory.mktemp("runs")
+            self._made[module.__name__] = module.start_runs(self.background, folder)
+        return self._made[module.__name__]

@@ -8,13 +8,16 @@ import os
 import signal
 import subprocess
 import time
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu_runs import KINDS, STEPS, at_once, recipe, result, started, trained, write_prompts
+from tests.background import Background
+from tests.gpu_runs import KINDS, STEPS, recipe, result, started, trained, write_prompts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,54 +38,56 @@ def kill_after(process: subprocess.Popen[bytes], run: Path, rows: int, seconds: 
     process.wait()
 
 
-@pytest.fixture(scope="module")
-def first_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every model twice, each process with an empty cache."""
-    base = tmp_path_factory.mktemp("runs")
-    prompts = write_prompts(base)
-    folders: dict[str, Path] = {}
-    jobs = []
-    for name in KINDS:
-        folders[name] = base / name
-        folders[name].mkdir()
-        file = recipe(name, folders[name], prompts)
-        for run in ("a", "b"):
-            jobs.append(partial(trained, folders[name] / run, file, folders[name] / f"cache-{run}"))
-    at_once(jobs)
-    return folders
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_two_processes_with_empty_caches(name: str, first_runs: dict[str, Path]) -> None:
-    (rows, weights), other = (result(first_runs[name] / run) for run in ("a", "b"))
-    assert len(rows) == STEPS + 1 and weights
-    assert (rows, weights) == other
-
-
 MOMENTS = [(0, 5.0), (1, 0.0), (2, 0.3), (3, 0.05), (4, 0.0)]
 """Rows written, and seconds since then: before the first row, and within steps."""
 
 
-@pytest.fixture(scope="module")
-def killed_runs(first_runs: dict[str, Path]) -> dict[tuple[str, int], Path]:
-    """With a filled cache, killed and resumed; SD3 at five moments, the others at one."""
+@dataclass(frozen=True)
+class Runs:
+    """Of a model: two runs, each process with an empty cache; and with the cache that the first
+    has filled, runs that are killed and resumed, by their moments."""
 
-    def killed(run: Path, moment: int) -> None:
-        rest = run.parent / "recipe.toml", run.parent / "cache-a"
-        kill_after(started(run, *rest), run, *MOMENTS[moment])
-        trained(run, *rest)
+    first: Future[Path]
+    other: Future[Path]
+    killed: dict[int, Future[Path]]
 
-    cases = [("sd35", i) for i in range(5)] + [(name, 2) for name in KINDS if name != "sd35"]
-    made = {(name, i): first_runs[name] / f"killed-{i}" for name, i in cases}
-    at_once(partial(killed, run, moment) for (_, moment), run in made.items())
+
+def start_runs(background: Background, base: Path) -> dict[str, Runs]:
+    """Killed are SD3 at five moments, the others at one."""
+    prompts = write_prompts(base)
+    made = {}
+    for name in KINDS:
+        folder = base / name
+        folder.mkdir()
+        file, cache = recipe(name, folder, prompts), folder / "cache-a"
+        first = background.start(partial(trained, folder / "a", file, cache), early=True)
+        other = background.start(partial(trained, folder / "b", file, folder / "cache-b"))
+        killed = {
+            i: background.start(
+                partial(killed_and_resumed, folder / f"killed-{i}", file, cache, i),
+                early=True,
+                after=first,
+            )
+            for i in (range(5) if name == "sd35" else [2])
+        }
+        made[name] = Runs(first, other, killed)
     return made
 
 
+def killed_and_resumed(run: Path, recipe: Path, cache: Path, moment: int) -> Path:
+    kill_after(started(run, recipe, cache), run, *MOMENTS[moment])
+    return trained(run, recipe, cache)
+
+
 @pytest.mark.parametrize("name", KINDS)
-def test_killed_and_resumed(
-    name: str, first_runs: dict[str, Path], killed_runs: dict[tuple[str, int], Path]
-) -> None:
-    expected = result(first_runs[name] / "a")
-    for (kind, moment), run in killed_runs.items():
-        if kind == name:
-            assert result(run) == expected, f"killed at {MOMENTS[moment]}"
+def test_two_processes_with_empty_caches(name: str, shared_runs: dict[str, Runs]) -> None:
+    (rows, weights), other = result(shared_runs[name].first), result(shared_runs[name].other)
+    assert len(rows) == STEPS + 1 and weights
+    assert (rows, weights) == other
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_killed_and_resumed(name: str, shared_runs: dict[str, Runs]) -> None:
+    expected = result(shared_runs[name].first)
+    for moment, run in shared_runs[name].killed.items():
+        assert result(run) == expected, f"killed at {MOMENTS[moment]}"
