@@ -22,6 +22,7 @@ NEEDED = [
     "gesso.algorithms.diffusion_nft", "peft", "tests.forked",
     "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
     "gesso.worker", "torch.distributed.checkpoint", "transformers.models.qwen2.modeling_qwen2",
+    "gesso.models.tokens.causal", "gesso.models.flow.flux", "gesso.models.flow.qwen_image",
 ]  # fmt: skip
 
 
@@ -73,8 +74,8 @@ def gesso(*arguments: str | Path, output: Path, forks: bool = False) -> Iterator
 
 
 class Gesso:
-    """`gesso …` in this folder, with this environment: what `tests.waiting.Started` uses of
-    `subprocess.Popen`."""
+    """`gesso …` in this folder, with this environment, as `subprocess.Popen` would start it: the
+    first process of a new session, its output appended to the file."""
 
     def __init__(
         self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, output: Path
@@ -149,11 +150,12 @@ def _main(arguments: list[str], output: Path, forks: bool) -> None:
 def _gesso(arguments: list[str], environment: dict[str, str], folder: Path, output: Path) -> None:
     from gesso import cli
 
+    os.setsid()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    _print_to(output)
+    _print_to(output, "ab")
     sys.exit(cli.main(arguments))
 
 
@@ -164,7 +166,7 @@ def _pytest(arguments: list[str], output: Path) -> None:
     sys.exit(pytest.main(arguments))
 
 
-def _print_to(output: Path) -> None:
-    with output.open("wb") as file:
+def _print_to(output: Path, mode: str = "wb") -> None:
+    with output.open(mode) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -1,4 +1,5 @@
-"""Runs of tiny compiled models on a CUDA device, each in processes of its own."""
+"""Runs of tiny compiled models on a CUDA device, each in processes of its own, which are forked:
+imports would take most of their time. The process from which they are forked has not used CUDA."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -18,7 +18,7 @@ import pytest
 import tomli_w
 
 from gesso.track.run_folder import RunFolder
-from tests import pipelines, tokens
+from tests import forked, pipelines, tokens
 from tests.background import Background
 from tests.pinned.runs import UNREPEATABLE
 
@@ -63,14 +63,21 @@ def recipe(name: str, folder: Path, prompts: Path) -> Path:
     return file
 
 
-_started: list[subprocess.Popen[bytes]] = []
+_started: list[forked.Gesso] = []
 
 
 def kill_all() -> None:
     for process in [*_started]:
         if process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill(process)
+
+
+def kill(process: forked.Gesso) -> None:
+    """Its workers, too."""
+    assert process.pid is not None
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # if it is not yet the first process of its session
 
 
 def started(
@@ -79,7 +86,7 @@ def started(
     cache: Path,
     overrides: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
-) -> subprocess.Popen[bytes]:
+) -> forked.Gesso:
     """A new run or, if the folder exists, the rest of it."""
     new = [str(recipe), *overrides, "--run", str(run)]
     arguments = ["--resume", str(run)] if (run / "config.toml").exists() else new
@@ -90,11 +97,8 @@ def started(
         **(variables or {}),
     }  # fmt: skip
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process compiles all it imports
-    with (run.parent / f"{run.name}.log").open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "gesso", "train", *arguments],
-            env=environment, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+    log = run.parent / f"{run.name}.log"
+    process = forked.Gesso(["train", *arguments], environment, Path.cwd(), log)
     _started.append(process)
     return process
 
@@ -129,13 +133,12 @@ def trained_on_two(run: Path, recipe: Path, cache: Path, overrides: Sequence[str
     return run
 
 
-def finished(process: subprocess.Popen[bytes], run: Path) -> None:
+def finished(process: forked.Gesso, run: Path) -> None:
     log = run.parent / f"{run.name}.log"
     try:
         status = process.wait(SECONDS)
     except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill(process)
         status = process.wait()
     assert status == 0, f"{run.name}: status {status}\n{log.read_text()[-2000:]}"
 

@@ -4,9 +4,6 @@ attention kernels, whose order of summation matters only then."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import forked
 from tests.background import Background
-from tests.gpu_runs import KINDS, STEPS, recipe, result, started, trained, write_prompts
+from tests.gpu_runs import KINDS, STEPS, kill, recipe, result, started, trained, write_prompts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +24,7 @@ pytestmark = [
 ]
 
 
-def kill_after(process: subprocess.Popen[bytes], run: Path, rows: int, seconds: float) -> None:
+def kill_after(process: forked.Gesso, run: Path, rows: int, seconds: float) -> None:
     """SIGKILL, a moment after that many rows are written."""
     metrics = run / "metrics.jsonl" if rows else run / "config.toml"
     deadline = time.monotonic() + 300
@@ -34,7 +32,7 @@ def kill_after(process: subprocess.Popen[bytes], run: Path, rows: int, seconds: 
         assert process.poll() is None and time.monotonic() < deadline, "it ended too early"
         time.sleep(0.01)
     time.sleep(seconds)
-    os.killpg(process.pid, signal.SIGKILL)
+    kill(process)
     process.wait()
 
 
