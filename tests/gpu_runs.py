@@ -22,6 +22,9 @@ from tests import forked, pipelines, tokens
 from tests.background import Background
 from tests.pinned.runs import UNREPEATABLE
 
+# Imports ask for devices, after which a forked process could not use them; NVML leaves them alone.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 STEPS, DEVICE = 4, "cuda"
 AT_ONCE = max(2, min(14, (os.cpu_count() or 1) - 2))
 """Runs at a time: two cores are left for other tests. Bounds host memory, too, as each process
