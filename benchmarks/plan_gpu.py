@@ -84,7 +84,7 @@ CASES = {
     ),
     "SD3.5-L, two trained steps": fast("sd35-large", "sd35-ocr", 3.37, 4.5),
     "Qwen-Image, two trained steps": fast(
-        "qwen-image", "qwen-image-ocr", 8.53, 4.0, "model.text_length=128",
+        "qwen-image", "qwen-image-ocr", 7.55, 4.0, "model.text_length=128",
         "model.gradient_checkpointing=false", "model.fold=true",
     ),
     "Qwen2.5-VL-3B, 512 × 256 tokens": Case(

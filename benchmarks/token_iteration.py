@@ -22,7 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -516,6 +516,7 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, help="for weights; the default is /dev/shm/gesso-MODEL"
     )
+    parser.add_argument("--micro-tokens", type=int, help="tokens per micro-batch of our update")
     parser.add_argument("--parts", default="ours,update,a,b", help="of: ours, update, a, b")
     options = parser.parse_args()
     if not options.tiny and not torch.cuda.is_available():
@@ -523,6 +524,8 @@ def main() -> int:
     device = torch.device("cpu" if options.tiny else "cuda")
     dtype = torch.float32 if options.tiny else torch.bfloat16
     size = TINY if options.tiny else FULL[options.model]
+    if options.micro_tokens:
+        size = replace(size, micro_tokens=options.micro_tokens)
     folder = options.folder or Path(f"/dev/shm/gesso-{options.model}")
     bench = Bench(ZOO if options.tiny else folder, size, device, dtype)
     if not options.tiny and not (folder / "config.json").is_file():
