@@ -30,13 +30,15 @@ def settle_attention(device: torch.device) -> None:
 @contextmanager
 def deterministic_algorithms(model: object) -> Iterator[None]:
     """Torch's deterministic operators, among them the backward of flash attention, for models with
-    `strict = True`. Forward and backward of a compiled graph must run under the same setting."""
+    `strict = True`. Forward and backward of a compiled graph must run under the same setting, and
+    passes under another one run another graph."""
     if not getattr(model, "strict", False):
         yield
         return
     torch.utils.deterministic.fill_uninitialized_memory = False  # by default NaN is written first
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before)

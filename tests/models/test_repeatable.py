@@ -71,6 +71,11 @@ def test_deterministic_algorithms_end_with_the_block() -> None:
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         raise KeyError
     assert not torch.are_deterministic_algorithms_enabled()
+    with deterministic_algorithms(Strict()):
+        with deterministic_algorithms(Strict()):
+            pass
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("one_pass", [False, True])
@@ -94,6 +99,22 @@ def test_gradients_of_strict_models_are_deterministic(
         monkeypatch.setattr(model, "strict", strict)
         learner.update(rollout_of(model, algorithm), 0)
         assert seen and set(seen) == {strict}
+
+
+def test_all_passes_of_strict_models_have_one_setting(recipe_data: dict) -> None:
+    """Otherwise a compiled network would have one graph for sampling and another for updates."""
+    model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
+    seen = []
+    model.transformer.register_forward_pre_hook(
+        lambda *_: seen.append(torch.are_deterministic_algorithms_enabled())
+    )
+    for strict in (True, False):
+        seen.clear()
+        model.strict = strict
+        rollout = rollout_of(model, algorithm)
+        assert seen and not torch.are_deterministic_algorithms_enabled()
+        learner.update(rollout, 0)
+        assert set(seen) == {strict}
 
 
 def test_kernels_are_chosen_without_timing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from gesso.models.flow.attention import has_kernels
 from gesso.models.flow.base import Guidance, TextEncoder
 from gesso.models.flow.references import wrong_ratio
 from gesso.models.flow.texts import TextLength
-from gesso.models.repeatable import settle_attention
+from gesso.models.repeatable import deterministic_algorithms, settle_attention
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
 from gesso.types import Prompt, Size, UserError, Which
@@ -152,8 +152,9 @@ class PipelineModel(ABC):
 
     def run(self, weights: Which, **inputs: Any) -> Tensor:
         """A forward pass of the transformer with those weights."""
-        one_graph = self.compiled and self.device.type != "meta"
-        with self.policy.using(weights), self.precision(), speed.one_graph(one_graph):
+        one_graph = speed.one_graph(self.compiled and self.device.type != "meta")
+        strict = deterministic_algorithms(self)  # in sampling, too: one graph
+        with self.policy.using(weights), self.precision(), one_graph, strict:
             out = self.network(**inputs, return_dict=False)[0]
             v = torch.stack(out) if isinstance(out, list) else out
         return v if torch.is_grad_enabled() else v.detach()
