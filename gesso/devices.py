@@ -1,12 +1,15 @@
-"""Copies between host and device."""
+"""Copies between host and device, and whether there are kernels for a device."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+HAS_TRITON = find_spec("triton") is not None
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

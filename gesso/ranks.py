@@ -203,8 +203,7 @@ def fill(
     """out[part, :s] = compute(part), of shape (n, s), for each part; every part is computed by one
     rank and received by all."""
     dealt = deal(costs, ranks)
-    found = {i: compute(parts[i]) for i in dealt.mine}
-    mine = {i: {"rows": rows.to(out)} for i, rows in found.items()}  # waits for the device once
+    mine = {i: {"rows": compute(parts[i])} for i in dealt.mine}
     for _ in range(dealt.spare):
         compute(parts[0])
     for part, computed in zip(parts, ranks.merge(mine, dealt.owners), strict=True):

@@ -249,20 +249,20 @@ class TokenTrace:
     versions: Tensor | None = None  # (N, S) long: of each token's weights; None: the rollout's
 
     @cached_property
-    def inside(self) -> Tensor:
+    def response_index(self) -> Tensor:
         """(R,): indices of the responses' tokens in a flattened (N, S) tensor. On a GPU, indexing
         with `mask` would wait for the number of tokens."""
         return self.mask.flatten().nonzero()[:, 0]
 
     def select(self, values: Tensor) -> Tensor:
         """(N, S) → (R,): the values of the responses' tokens."""
-        return values.flatten()[to_device(self.inside, values.device)]
+        return values.flatten()[to_device(self.response_index, values.device)]
 
     def spread(self, values: Tensor) -> Tensor:
         """(R, …) → (N, S, …): the reverse of `select`, 0 outside the responses."""
         blank = values.new_zeros(self.mask.numel(), *values.shape[1:])
-        inside = to_device(self.inside, values.device)
-        return blank.index_copy(0, inside, values).unflatten(0, self.mask.shape)
+        index = to_device(self.response_index, values.device)
+        return blank.index_copy(0, index, values).unflatten(0, self.mask.shape)
 
     def rows(self, index: Tensor) -> TokenTrace:
         return TokenTrace(

@@ -33,14 +33,14 @@ class Background:
 
         def enqueue(_: Future | None = None) -> None:
             with self._lock:
-                if self._stopped:
-                    future.cancel()
+                if not self._stopped:
+                    (self._waiting.appendleft if early else self._waiting.append)((future, run))
+                    if len(self._threads) < self.at_once:
+                        thread = threading.Thread(target=self._work, daemon=True)
+                        self._threads.add(thread)
+                        thread.start()
                     return
-                (self._waiting.appendleft if early else self._waiting.append)((future, run))
-                if len(self._threads) < self.at_once:
-                    thread = threading.Thread(target=self._work, daemon=True)
-                    self._threads.add(thread)
-                    thread.start()
+            future.cancel()  # without the lock, which `enqueue` of a job after this one takes
 
         if after is None:
             enqueue()

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import connection, forkserver
@@ -75,24 +76,29 @@ def gesso(*arguments: str | Path, output: Path, forks: bool = False) -> Iterator
 
 class Gesso:
     """`gesso …` in this folder, with this environment, as `subprocess.Popen` would start it: the
-    first process of a new session, its output appended to the file."""
+    first process of a new session, its output appended to the file. May be used in threads."""
+
+    _lock = threading.Lock()  # multiprocessing reads an exit status only once, without a lock
 
     def __init__(
         self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, output: Path
     ) -> None:
-        self._process = started(
-            _gesso, [*arguments], dict(environment), folder, output, daemon=False
-        )
+        with self._lock:
+            self._process = started(
+                _gesso, [*arguments], dict(environment), folder, output, daemon=False
+            )
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        with self._lock:
+            return self._process.exitcode
 
     def wait(self, seconds: float | None = None) -> int:
-        self._process.join(seconds)
-        if self._process.exitcode is None:
+        connection.wait([self._process.sentinel], seconds)
+        status = self.poll()
+        if status is None:
             raise subprocess.TimeoutExpired("gesso", seconds or 0.0)
-        return self._process.exitcode
+        return status
 
     def send_signal(self, number: int) -> None:
         if self.pid is not None and self.poll() is None:
@@ -153,10 +159,24 @@ def _gesso(arguments: list[str], environment: dict[str, str], folder: Path, outp
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
+    _apply(environment)
     os.chdir(folder)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     _print_to(output, "ab")
     sys.exit(cli.main(arguments))
+
+
+def _apply(environment: Mapping[str, str]) -> None:
+    """Variables that were read when the modules were imported."""
+    import torch
+
+    config: Any = sys.modules.get("torch._inductor.config")
+    if threads := environment.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    processes = environment.get("TORCHINDUCTOR_COMPILE_THREADS")
+    if config is not None and processes:
+        config.compile_threads = int(processes)
+    sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
 
 
 def _pytest(arguments: list[str], output: Path) -> None:

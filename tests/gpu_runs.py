@@ -30,10 +30,8 @@ AT_ONCE = max(2, min(14, (os.cpu_count() or 1) - 2))
 """Runs at a time: two cores are left for other tests. Bounds host memory, too, as each process
 imports torch with CUDA."""
 KINDS = {"sd35": "sd3", "flux-dev": "flux", "qwen-image": "qwen-image", "qwen2": "causal"}
-NOT_REPEATED = (*UNREPEATABLE, "cached", "cluster/")  # a resumed run has no cached scores
-
-
 SECONDS = 500  # until a run is killed
+NOT_REPEATED = (*UNREPEATABLE, "cached", "cluster/")  # a resumed run has no cached scores
 
 
 def recipe(name: str, folder: Path, prompts: Path) -> Path:
@@ -89,17 +87,19 @@ def started(
     cache: Path,
     overrides: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
+    new: bool | None = None,
 ) -> forked.Gesso:
-    """A new run or, if the folder exists, the rest of it."""
-    new = [str(recipe), *overrides, "--run", str(run)]
-    arguments = ["--resume", str(run)] if (run / "config.toml").exists() else new
+    """A new run or, if it has begun, the rest of it."""
+    if new is None:
+        new = not (run / "config.toml").exists()
+    arguments = [str(recipe), *overrides, "--run", str(run)] if new else ["--resume", str(run)]
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "1",
         **(variables or {}),
     }  # fmt: skip
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process compiles all it imports
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each worker compiles all it imports
     log = run.parent / f"{run.name}.log"
     process = forked.Gesso(["train", *arguments], environment, Path.cwd(), log)
     _started.append(process)
@@ -123,7 +123,7 @@ def trained_on_two(run: Path, recipe: Path, cache: Path, overrides: Sequence[str
     ranks = [
         started(
             run, recipe, cache, overrides,
-            common | {"RANK": f"{i}", "LOCAL_RANK": f"{i}", "NCCL_HOSTID": f"host {i}"},
+            common | {"RANK": f"{i}", "LOCAL_RANK": f"{i}", "NCCL_HOSTID": f"host {i}"}, new=True,
         )
         for i in range(2)
     ]  # fmt: skip
@@ -132,7 +132,7 @@ def trained_on_two(run: Path, recipe: Path, cache: Path, overrides: Sequence[str
             finished(process, run)
     finally:
         for process in ranks:
-            process.kill()
+            kill(process)
     return run
 
 

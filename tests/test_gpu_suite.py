@@ -99,9 +99,10 @@ def test_stopping_leaves_nothing_running() -> None:
     background, running = Background(1, kill), threading.Event()
     going, never = background.start(two), background.start(two)
     after = background.start(two, after=going)
+    last = background.start(two, after=after)
     running.wait(60)
     background.stop()
     assert going.done() and len(started) == 2 and all(p.returncode == -9 for p in started)
-    for job in (never, after, background.start(two)):
+    for job in (never, after, last, background.start(two)):
         with pytest.raises(CancelledError):
             job.result(60)

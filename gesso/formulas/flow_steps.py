@@ -37,7 +37,8 @@ class Transition:
         """(N,): mean over all axes of a latent of the log-density (Flow-GRPO's authors report that
         the sum is unstable). Gradients flow to the mean, never to x'. A deterministic step has no
         density: its log-prob is 0 without gradient, so that no NaN reaches the loss. Added up in
-        float64: on a GPU the order depends on the number of rows, and so would the last bit."""
+        float64: on a GPU the order depends on the number of rows, with which the last bit of a sum
+        in float32 would change."""
         error = (x_next.detach() - self.mean).square()
         if self.full_density:
             std = torch.where(self.std > 0, self.std, 1.0)

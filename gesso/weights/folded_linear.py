@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gesso.devices import HAS_TRITON
 from gesso.formulas.precision import dither_thresholds, dithered_
 from gesso.weights.lora_linear import LoraLinear
 from gesso.weights.trainable import ADAPTER
 
-HAS_TRITON = find_spec("triton") is not None
 FOLD_AT_ONCE = 2**26
 """Weight values that are folded at once, in float32."""
 

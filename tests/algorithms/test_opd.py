@@ -96,6 +96,8 @@ def test_the_gradient_equals_a_plain_computation(student: Tiny, folders: Path) -
     )
     (sure(torch.Tensor, expected) / count).backward()
     assert loss == pytest.approx(float(expected.detach()) / count, rel=1e-4)
+    reported = parts.learner.update(rollout, 0).metrics["update/distance"]
+    assert reported == pytest.approx(-sum(map(sum, gaps)) / count, rel=1e-4)
     owners = {n: p.grad for n, p in plain.named_parameters() if n in parts.model.policy.trainable}
     assert_close(found, {n: g for n, g in owners.items() if g is not None})
 

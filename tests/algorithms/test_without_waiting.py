@@ -4,11 +4,13 @@ value back. Otherwise the device would be idle while the host prepares the next 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests import tokens
+from tests.algorithms.test_opd import taught
 from tests.responses import parts_of, rollout_of
 from tests.tokens import Tiny
 
@@ -25,13 +27,21 @@ pytestmark = [
         {"name": "grpo", "kl": {"place": "loss", "beta": 0.1}, "importance": {}},
         {"name": "ppo"},
         {"name": "dpo"},
+        {"name": "sft", "group": 1},
+        {"name": "opd"},
     ],
     ids=lambda algorithm: algorithm["name"],
 )
 def test_a_micro_batch_is_only_enqueued(kind: str, algorithm: dict, tmp_path: Path) -> None:
     tiny = Tiny(kind, tokens.build(kind, tmp_path / "model", 64))
-    settings = {"device": "cuda", "dtype": "bfloat16", "lora": {"rank": 4, "alpha": 8}}
-    parts = parts_of(tiny, algorithm, model=settings | {"compile": False})
+    settings: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "compile": False}
+    settings["lora"] = {"rank": 4, "alpha": 8}
+    if algorithm["name"] == "opd":
+        parts = taught(tiny, {"path": str(tiny.folder)}, model=settings)
+    elif algorithm["name"] == "sft":
+        parts = parts_of(tiny, algorithm, model=settings, sampler={"engine": "data"})
+    else:
+        parts = parts_of(tiny, algorithm, model=settings)
     model, chosen, learner = parts.model, parts.algorithm, parts.learner
     rollout = rollout_of(model, tiny.prompts)
     prepared = chosen.prepare(model, rollout, learner.settings, learner.ranks)

@@ -333,7 +333,7 @@ def test_segments_laid_flat(monkeypatch: Any) -> None:
     trees = [[200, 100, 0, 30], [12]]
     flat = attention.Flat.of(trees, torch.device("cpu"), torch.bfloat16)
     assert (flat.most_queries, flat.most_keys) == (256, 512)
-    assert len(flat.repeats.tokens) == 200 + 300 + 230 + 12
+    assert len(flat.tokens) == 200 + 300 + 230 + 12
     noise = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, 342, 8, generator=noise).bfloat16() for h in (4, 2, 2))
     monkeypatch.setattr(attention, "_flash", dense)
@@ -341,38 +341,6 @@ def test_segments_laid_flat(monkeypatch: Any) -> None:
     groups = attention.Groups.of(trees, torch.device("cpu"))
     expected = groups.attend(q.float(), k.float(), v.float(), 0.3)
     assert found.shape == expected.shape and gap(found.float(), expected) <= 0.02
-
-
-@pytest.mark.parametrize(
-    "trees", [[[37, 5, 0, 130], [300], [12, 12, 12]], [[4]], [[5] + [1] * 20, [2, 7]]]
-)
-def test_gradients_of_repeated_keys(trees: list[list[int]]) -> None:
-    """Those of torch's indexing."""
-    repeats = attention.Repeats.of(trees, torch.device("cpu"))
-    noise = torch.Generator().manual_seed(0)
-    size = sum(map(sum, trees)), 2, 3
-    x = torch.randn(size, generator=noise, dtype=torch.float64, requires_grad=True)
-    found, expected = repeats(x), x[repeats.tokens]
-    assert torch.equal(found, expected)
-    grad = torch.randn(found.shape, generator=noise, dtype=torch.float64)
-    grads = [torch.autograd.grad(out, x, grad)[0] for out in (found, expected)]
-    assert gap(*grads) <= 1e-12
-
-
-def test_other_lengths_compile_nothing_new() -> None:
-    from torch._dynamo.testing import CompileCounter
-
-    counter = CompileCounter()
-
-    @torch.compile(backend=counter, dynamic=True)
-    def layer(x: torch.Tensor, flat: attention.Flat) -> torch.Tensor:
-        return flat.repeats(x.sin()).cos()
-
-    for trees in ([[37, 5, 0, 130], [300]], [[5] + [1] * 20, [2, 7]], [[30, 20, 20], [11, 4]]):
-        flat = attention.Flat.of(trees, torch.device("cpu"), torch.bfloat16)
-        x = torch.randn(sum(map(sum, trees)), 2, 16, requires_grad=True)
-        layer(x, flat).sum().backward()
-    assert counter.frame_count == 1
 
 
 def test_segments_in_groups() -> None:

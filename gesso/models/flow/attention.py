@@ -9,12 +9,13 @@ finite (cuDNN 9.19, H200).
 from __future__ import annotations
 
 import operator
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from gesso.devices import HAS_TRITON
 
 HEAD_SIZES = (64, 128)
 PLAIN = functional.scaled_dot_product_attention
@@ -90,7 +91,7 @@ def has_kernels(device: torch.device, dtype: torch.dtype, head_size: int) -> boo
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) >= (8, 0)
-        and find_spec("triton") is not None
+        and HAS_TRITON
         and dtype in (torch.bfloat16, torch.float16)
         and head_size in HEAD_SIZES
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-HAS_TRITON = find_spec("triton") is not None
+from gesso.devices import HAS_TRITON
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:

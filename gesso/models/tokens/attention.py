@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from gesso.devices import to_device
 
@@ -22,8 +20,6 @@ NAME = "gesso"
 WINDOWS = "gesso_flash"
 """Vision towers pass all their windows to an attention function with "flash" in its name, and loop
 over the windows for any other."""
-COPIES = 8
-"""The number of copies of a prompt token is padded to a multiple of this."""
 SEGMENTS = 64
 """The number of segments is padded to a multiple of this, with empty segments."""
 
@@ -49,56 +45,6 @@ def segments_of(trees: Trees, device: torch.device, dtype: torch.dtype) -> Segme
 
 
 @dataclass(frozen=True)
-class Repeats:
-    """Repeats the keys of a prompt for each of its responses. torch's gradient of indexing sorts
-    the indices in every layer; here the gradient is a sum over known rows, in a fixed order."""
-
-    tokens: Tensor  # (keys,): the token of each key
-    copies: Tensor  # (P, C): the keys of each prompt token; rows of fewer are filled with `keys`
-    places: Tensor  # (T,): of each token's gradient among those of the keys, 0, and those of P
-
-    @staticmethod
-    def of(trees: Trees, device: torch.device) -> Repeats:
-        tokens, copies, places, token, key, prompts = [], [], [], 0, 0, 0
-        for tree in trees:
-            prompt = torch.arange(token, token + tree[0])
-            starts = []  # of the prompt's copies
-            for i, length in enumerate(tree):
-                if not length:
-                    continue
-                new = torch.arange(token, token + length)
-                tokens.append(torch.cat([prompt, new]) if i else new)
-                starts.append(key)
-                token, key = token + length, key + len(tokens[-1])
-                places.append(torch.arange(key - length, key))
-            copies.append(torch.tensor(starts) + torch.arange(tree[0])[:, None])
-            places[-len(starts)] = -1 - torch.arange(prompts, prompts + tree[0])
-            prompts += tree[0]
-        most = -(-max(c.shape[1] for c in copies) // COPIES) * COPIES
-        filled = torch.cat([pad(c, (0, most - c.shape[1]), value=key) for c in copies])
-        joined = torch.cat(places)
-        joined = torch.where(joined < 0, key - joined, joined)
-        return Repeats(*(to_device(t, device) for t in (torch.cat(tokens), filled, joined)))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """(T, …) → (keys, …)"""
-        return _Repeat.apply(x, self.tokens, self.copies, self.places)
-
-
-class _Repeat(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, copies: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(copies, places)
-        return x[tokens]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        copies, places = ctx.saved_tensors
-        grads = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
-        return torch.cat([grads, grads[copies].sum(1)])[places], None, None, None
-
-
-@dataclass(frozen=True)
 class Flat:
     """Offsets of the queries and keys of each segment, and the token indices of the keys. The keys
     of a response are those of its prompt and of the response itself.
@@ -108,31 +54,37 @@ class Flat:
 
     queries: Tensor  # (segments + 1,) int32
     keys: Tensor
-    repeats: Repeats  # of tokens as keys of all segments
+    tokens: Tensor  # (keys,) of all segments
     most_queries: int  # per segment
     most_keys: int
     dtype: torch.dtype  # half precision; under autocast some inputs are float32
 
     @staticmethod
     def of(trees: Trees, device: torch.device, dtype: torch.dtype) -> Flat:
-        queries, keys = [0], [0]
+        queries, keys, tokens, start = [0], [0], [], 0
         for tree in trees:
+            prompt = torch.arange(start, start + tree[0])
             for i, length in enumerate(tree):
-                if length:
-                    queries.append(queries[-1] + length)
-                    keys.append(keys[-1] + length + (tree[0] if i else 0))
-        most = [max(b - a for a, b in pairwise(ends)) for ends in (queries, keys)]
+                if not length:
+                    continue
+                response = torch.arange(start, start + length)
+                seen = torch.cat([prompt, response]) if i else response
+                queries.append(queries[-1] + length)
+                keys.append(keys[-1] + len(seen))
+                tokens.append(seen)
+                start += length
+        most = [max(length for tree in trees for length in tree), max(map(len, tokens))]
         for ends in (queries, keys):
             ends += [ends[-1]] * (-len(ends) % SEGMENTS)
         starts = to_device(torch.tensor([queries, keys], dtype=torch.int32), device)
         most_queries, most_keys = (-(-n // 256) * 256 for n in most)
-        repeats = Repeats.of(trees, device)
-        return Flat(starts[0], starts[1], repeats, most_queries, most_keys, dtype)
+        joined = to_device(torch.cat(tokens), device)
+        return Flat(starts[0], starts[1], joined, most_queries, most_keys, dtype)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         q, k, v = (t[0].transpose(0, 1).to(self.dtype) for t in (query, key, value))  # (T, h, d)
         starts = self.queries, self.keys, self.most_queries, self.most_keys
-        return _flash(q, self.repeats(k), self.repeats(v), *starts, True, scaling)[None]
+        return _flash(q, k[self.tokens], v[self.tokens], *starts, True, scaling)[None]
 
 
 @dataclass(frozen=True)
