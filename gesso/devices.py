@@ -1,4 +1,4 @@
-"""Copies between host and device, and whether there are kernels for a device."""
+"""Copies from the host to a device, and whether Triton is installed."""
 
 from __future__ import annotations
 
