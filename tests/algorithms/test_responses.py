@@ -704,3 +704,15 @@ def test_mistakes_are_one_sentence(text: Tiny, algorithm: dict, sentence: str) -
 def test_refills_do_not_go_with_lag(text: Tiny) -> None:
     with pytest.raises(UserError, match=r"refills = .* requires lag = 0, got lag = 1"):
         recipe_of(text, {"name": "dapo"}, lag=1)
+
+
+def test_a_micro_batch_is_moved_without_its_trace(text: Tiny) -> None:
+    """Nested tensors, too; the meta device stands for a GPU."""
+    parts = parts_of(text, {"name": "grpo", "kl": {"beta": 0.1}})
+    rollout = rollout_of(parts.model, text.prompts)
+    prepared = parts.algorithm.prepare(parts.model, rollout, parts.learner.settings)
+    terms = parts.algorithm.terms(rollout, prepared)
+    moved = terms.on(torch.device("meta"))
+    on_device = [moved.weights, moved.prepared.old, moved.prepared.reference]
+    assert {tensor.device.type for tensor in on_device} == {"meta"}
+    assert moved.trace is terms.trace and not terms.weights.is_meta
