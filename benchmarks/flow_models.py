@@ -20,7 +20,7 @@ from gesso.models.flow import loading
 from gesso.models.flow.compiled import sizes
 from gesso.models.flow.flux import Flux
 from gesso.models.flow.qwen_image import QwenImage
-from gesso.rollout import Conditioning
+from gesso.traces.flow import Conditioning
 from gesso.types import Prompt, Size
 
 

@@ -21,7 +21,7 @@ from gesso.algorithms.diffusion_nft import DiffusionNFT
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.formulas import flow_steps, kl, matching, nft, objectives
 from gesso.models.flow.packing import pack, unpack
-from gesso.rollout import Conditioning
+from gesso.traces.flow import Conditioning
 from gesso.types import SampleSpec
 
 Noise = Callable[[], Tensor]

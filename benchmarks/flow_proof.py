@@ -12,7 +12,8 @@ from torch import Tensor
 from gesso import config
 from gesso.algorithms.base import Prepared
 from gesso.algorithms.flow_grpo import FlowGRPO, StepTerms
-from gesso.rollout import FlowContext, FlowTrace, Rollout
+from gesso.rollout import Rollout
+from gesso.traces.flow import FlowContext, FlowTrace
 from gesso.types import Size
 from gesso.weights.policy import Policy
 

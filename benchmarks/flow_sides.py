@@ -27,8 +27,9 @@ from gesso.models.flow.compiled import sizes
 from gesso.models.flow.pipeline import PipelineModel
 from gesso.models.flow.sd3 import SD3
 from gesso.ranks import ALONE, Ranks
-from gesso.rollout import Conditioning, FlowTrace, Rollout
+from gesso.rollout import Rollout
 from gesso.samplers.denoise import DenoisingSampler
+from gesso.traces.flow import Conditioning, FlowTrace
 from gesso.types import Prompt, Score, Size, seed_of
 
 PROMPT, NEGATIVE = Prompt("a sign"), Prompt("")

@@ -33,7 +33,7 @@ from flow_sides import PHASES, Ours, Theirs, Times, Wordless
 from gesso import config
 from gesso.algorithms.flow_grpo_fast import FlowGRPOFast
 from gesso.algorithms.stepped import Window
-from gesso.rollout import Conditioning
+from gesso.traces.flow import Conditioning
 from gesso.weights.policy import Policy
 
 AIMS = {"of peak sampling": 0.60, "updating": 0.50, "plain / ours": 2.0}

@@ -36,9 +36,11 @@ from gesso.learner.learner import Learner
 from gesso.models.tokens import head
 from gesso.models.tokens.feature_cache import FeatureCache
 from gesso.models.tokens.vision_language import VisionLanguage
-from gesso.rollout import Rollout, TokenTrace, widened
+from gesso.rollout import Rollout
 from gesso.samplers.base import Piece
 from gesso.samplers.decode import DecodingSampler
+from gesso.traces.pieces import widened
+from gesso.traces.tokens import TokenTrace
 from gesso.types import Prompt, PromptImage, ResponseSpec, Score
 
 ZOO = Path(__file__).parents[1] / "gesso" / "zoo" / "shapes"

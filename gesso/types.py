@@ -1,5 +1,5 @@
 """Records shared by all packages: inputs (Prompt, specs), results (Sample, Score), errors. Records
-of how samples were generated are in rollout.py."""
+of how samples were generated are in traces/."""
 
 from __future__ import annotations
 

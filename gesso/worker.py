@@ -33,10 +33,11 @@ from gesso.config import Recipe
 from gesso.data.prompts import LoadedData, WeightedPrompts
 from gesso.ranks import Group
 from gesso.rewards.transport import wire
-from gesso.rollout import Rollout, widened
+from gesso.rollout import Rollout
 from gesso.samplers.base import Piece, Sampler
 from gesso.samplers.partial import Begun, options
 from gesso.timeline import recorder
+from gesso.traces.pieces import widened
 from gesso.track import bars
 from gesso.track.progress import Progress
 from gesso.types import Prompt, Scales, Score

@@ -343,7 +343,7 @@ MUTANTS = [
     ),
     Mutant(
         "padding-selected",
-        "gesso/rollout.py",
+        "gesso/traces/tokens.py",
         "return self.mask.flatten().nonzero()[:, 0]",
         "return torch.ones_like(self.mask).flatten().nonzero()[:, 0]",
         "tests/models/test_tokens.py -k packed",

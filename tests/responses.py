@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gesso import build, config
 from gesso.learner.learner import Learner
-from gesso.rollout import Rollout, TokenTrace
+from gesso.rollout import Rollout
+from gesso.traces.tokens import TokenTrace
 from gesso.types import Prompt, Sample, Score
 from tests.tokens import Tiny, padded_logits, trace_of
 

@@ -11,13 +11,9 @@ from gesso.config import Recipe
 from gesso.learner.learner import Learner
 from gesso.models.flow.base import FlowModel
 from gesso.models.flow.pipeline import PipelineModel
-from gesso.rollout import (
-    Conditioning,
-    FlowContext,
-    FlowTrace,
-    Rollout,
-)
+from gesso.rollout import Rollout
 from gesso.samplers.denoise import DenoisingSampler
+from gesso.traces.flow import Conditioning, FlowContext, FlowTrace
 from gesso.types import Prompt, Sample, Score
 from tests.conftest import PROMPTS
 from tests.typed import drawing

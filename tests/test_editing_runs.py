@@ -24,8 +24,9 @@ from gesso.families import input_images
 from gesso.learner.learner import Learner
 from gesso.models.flow import compiled
 from gesso.models.flow.compiled import compile_blocks
-from gesso.rollout import FlowTrace, Rollout
+from gesso.rollout import Rollout
 from gesso.samplers.denoise import DenoisingSampler
+from gesso.traces.flow import FlowTrace
 from gesso.types import SampleSpec, Score, UserError
 from tests.cut_run import cut_after
 from tests.editors import build as build_editor

@@ -291,8 +291,8 @@ def test_nothing_is_compiled_after_the_first_iteration(tmp_path: Path) -> None:
     from torch._dynamo.utils import counters
 
     from gesso.config import Lora
-    from gesso.rollout import TokenTrace
     from gesso.samplers.decode import DecodingSampler
+    from gesso.traces.tokens import TokenTrace
     from gesso.types import ResponseSpec
     from tests import tokens
     from tests.tokens import Tiny

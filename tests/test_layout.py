@@ -24,7 +24,7 @@ LAYERS = [
     "viewer", "use", "health", "build", "consistency",
     "families", "memory", "cluster", "learner", "samplers", "algorithms", "models", "weights",
     "ranks", "rewards", "data", "track", "zoo", "formulas", "config", "serving", "imports", "quiet",
-    "rollout", "devices", "video_files", "types", "image_files", "timeline", "clock",
+    "rollout", "traces", "devices", "video_files", "types", "image_files", "timeline", "clock",
 ]  # fmt: skip
 
 PACKAGES = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))

@@ -10,17 +10,10 @@ from gesso.algorithms.base import Prepared
 from gesso.algorithms.flow import FlowTerms
 from gesso.algorithms.noised import NoisedTerms
 from gesso.config import Learner
-from gesso.rollout import (
-    Conditioning,
-    FlowContext,
-    FlowTrace,
-    Layout,
-    Rollout,
-    TokenPrompt,
-    TokenTrace,
-    source_tokens,
-)
+from gesso.rollout import Rollout
 from gesso.samplers.denoise import DenoisingSampler
+from gesso.traces.flow import Conditioning, FlowContext, FlowTrace, Layout, source_tokens
+from gesso.traces.tokens import TokenPrompt, TokenTrace
 from gesso.types import Prompt, Score
 from tests.conftest import PROMPTS
 from tests.rollouts import SIZE, parts_of, rollout_of

@@ -22,9 +22,10 @@ from gesso.data.readers import read
 from gesso.models.tokens import loading
 from gesso.rewards import assembly, base
 from gesso.rewards.transport import protocol, wire
-from gesso.rollout import Rollout, TokenTrace
+from gesso.rollout import Rollout
 from gesso.samplers import decode
 from gesso.samplers import responses as responses
+from gesso.traces.tokens import TokenTrace
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, Scales, Score, StopRun, UserError
 from tests import tokens

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gesso import config
-from gesso.rollout import TokenTrace
+from gesso.traces.tokens import TokenTrace
 from gesso.types import Prompt, PromptImage
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:?!+-=\n"

@@ -20,7 +20,8 @@ from torch import Tensor
 from gesso import config
 from gesso.devices import to_device
 from gesso.ranks import ALONE, Ranks
-from gesso.rollout import Rollout, TokenTrace
+from gesso.rollout import Rollout
+from gesso.traces.tokens import TokenTrace
 from gesso.types import ResponseSpec, SampleSpec, Scales, Which
 from gesso.weights.policy import Policy
 

@@ -18,7 +18,8 @@ from gesso.algorithms.policy_gradient import by_response
 from gesso.formulas import dpo
 from gesso.models.tokens.base import TokenModel
 from gesso.ranks import ALONE, Ranks
-from gesso.rollout import Rollout, TokenTrace
+from gesso.rollout import Rollout
+from gesso.traces.tokens import TokenTrace
 from gesso.types import Which
 
 

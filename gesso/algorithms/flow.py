@@ -15,7 +15,8 @@ from gesso.algorithms.base import Prepared, Terms
 from gesso.algorithms.gardo import KLGate, Renewal, Row, gated
 from gesso.models.flow.base import FlowModel
 from gesso.ranks import ALONE, Ranks
-from gesso.rollout import FlowContext, Rollout
+from gesso.rollout import Rollout
+from gesso.traces.flow import FlowContext
 from gesso.types import SampleSpec, Scales, Which
 
 A = TypeVar("A", bound="AnyFlowAlgorithm")

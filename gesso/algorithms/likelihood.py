@@ -19,7 +19,7 @@ from gesso.algorithms.policy_gradient import batches, tokens_of
 from gesso.config import Strict
 from gesso.models.tokens.base import TokenModel
 from gesso.ranks import Ranks
-from gesso.rollout import TokenTrace
+from gesso.traces.tokens import TokenTrace
 from gesso.types import ResponseSpec, Scales, Which
 from gesso.weights.policy import Policy
 

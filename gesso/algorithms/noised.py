@@ -25,7 +25,8 @@ from gesso.formulas import advantages as adv
 from gesso.formulas import averages, matching
 from gesso.models.flow.base import FlowModel
 from gesso.ranks import ALONE, Ranks, fill
-from gesso.rollout import FlowContext, Rollout
+from gesso.rollout import Rollout
+from gesso.traces.flow import FlowContext
 from gesso.types import SampleSpec, Solver, Which, seed_of
 from gesso.weights.policy import Policy
 

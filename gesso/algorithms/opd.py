@@ -24,7 +24,8 @@ from gesso.config import Strict
 from gesso.formulas.objectives import teacher_gap
 from gesso.models.tokens.base import TokenModel
 from gesso.ranks import ALONE, Ranks
-from gesso.rollout import Rollout, TokenTrace
+from gesso.rollout import Rollout
+from gesso.traces.tokens import TokenTrace
 from gesso.types import Which, teacher_name
 
 NAME = teacher_name("teacher")

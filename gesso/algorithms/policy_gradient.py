@@ -25,7 +25,8 @@ from gesso.formulas.aggregation import Mode, token_weights
 from gesso.models.tokens.base import TokenModel, ValueFunction
 from gesso.models.tokens.packing import pack_responses
 from gesso.ranks import ALONE, Ranks, fill
-from gesso.rollout import Rollout, TokenTrace
+from gesso.rollout import Rollout
+from gesso.traces.tokens import TokenTrace
 from gesso.types import ResponseSpec, Scales, Which
 from gesso.weights.policy import Policy
 

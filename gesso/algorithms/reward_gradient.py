@@ -22,7 +22,8 @@ from gesso.formulas.reward_gradient import Velocity, hinge
 from gesso.models.flow.base import FlowModel
 from gesso.models.flow.guidance import guided
 from gesso.ranks import ALONE, Ranks
-from gesso.rollout import Conditioning, Rollout
+from gesso.rollout import Rollout
+from gesso.traces.flow import Conditioning
 from gesso.types import GuidanceGradient, Prompt, SampleSpec, Which, seed_of
 from gesso.weights.policy import Policy
 

@@ -13,10 +13,11 @@ import torch
 
 from gesso import clock
 from gesso.rewards.transport.service import RewardService, Scoring
-from gesso.rollout import Rollout, widened
+from gesso.rollout import Rollout
 from gesso.samplers.base import Piece
 from gesso.samplers.partial import Begun
 from gesso.timeline import recorder
+from gesso.traces.pieces import widened
 from gesso.track.progress import Progress
 from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec, Score
 

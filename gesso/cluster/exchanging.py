@@ -14,9 +14,10 @@ from gesso.learner.learner import Learner
 from gesso.models.tokens.feature_cache import FeatureCache
 from gesso.models.tokens.vision_language import VisionLanguage
 from gesso.ranks import Group
-from gesso.rollout import FlowTrace, TokenPrompt, TokenTrace
 from gesso.samplers.base import Piece, Sampler
 from gesso.samplers.partial import Begun
+from gesso.traces.flow import FlowTrace
+from gesso.traces.tokens import TokenPrompt, TokenTrace
 from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec
 from gesso.weights.history import History
 from gesso.weights.publish import publish

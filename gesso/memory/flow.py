@@ -18,7 +18,8 @@ from gesso.models.flow.loading import NETWORKS
 from gesso.models.flow.pipeline import PipelineModel
 from gesso.quiet import quiet
 from gesso.ranks import ALONE
-from gesso.rollout import FlowContext, FlowTrace, Rollout
+from gesso.rollout import Rollout
+from gesso.traces.flow import FlowContext, FlowTrace
 from gesso.types import Prompt, Sample, SampleSpec, Score
 
 

@@ -25,10 +25,10 @@ from gesso.models.tokens.critic import Critic
 from gesso.models.tokens.teacher import FrozenTeacher, make_teacher
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.models.tokens.vision_language import VisionLanguage
-from gesso.rollout import TokenTrace
 from gesso.samplers.decode import PREFILL_TOKENS
 from gesso.samplers.next_token import inverse_cdf
 from gesso.samplers.slots import SlotCache
+from gesso.traces.tokens import TokenTrace
 from gesso.weights.folding_rule import estimated_to_fold
 
 STORED = (

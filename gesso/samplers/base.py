@@ -8,7 +8,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from gesso.rollout import FlowTrace, Rollout, TokenTrace
+from gesso.rollout import Rollout
+from gesso.traces.flow import FlowTrace
+from gesso.traces.tokens import TokenTrace
 from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec, Which
 from gesso.weights.publish import HeldWeights, Publication
 

@@ -25,13 +25,14 @@ from torch import Tensor
 
 from gesso.models.tokens.base import PrefilledPrompt, TokenModel
 from gesso.models.tokens.packing import pack
-from gesso.rollout import Rollout, TokenPrompt, TokenTrace
+from gesso.rollout import Rollout
 from gesso.samplers import responses
 from gesso.samplers.base import Piece, parts
 from gesso.samplers.next_token import sample_from_raw, sample_tokens
 from gesso.samplers.partial import Begun
 from gesso.samplers.responses import EncodedPrompts, Response, ResponseRequest
 from gesso.samplers.slots import SlotCache
+from gesso.traces.tokens import TokenPrompt, TokenTrace
 from gesso.types import Prompt, ResponseSpec, Which
 from gesso.weights.publish import HeldWeights, Publication
 

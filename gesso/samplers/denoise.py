@@ -19,11 +19,12 @@ from gesso.devices import to_device
 from gesso.formulas import diversity, flow_steps
 from gesso.models.flow.base import FlowModel, PromptCache
 from gesso.models.flow.guidance import guided, rows_per_sample
-from gesso.rollout import Conditioning, FlowContext, FlowTrace, Rollout
+from gesso.rollout import Rollout
 from gesso.samplers.base import Piece, parts
 from gesso.samplers.one_pass import OnePassRecorder
 from gesso.samplers.recording import Recorded, StepRecorder, TrainedStep, TrajectoryRecorder
 from gesso.timeline.recorder import phase
+from gesso.traces.flow import Conditioning, FlowContext, FlowTrace
 from gesso.types import OnePass, Prompt, Sample, SampleSpec, Size, Which, seed_of
 from gesso.weights.publish import HeldWeights, Publication
 

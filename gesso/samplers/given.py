@@ -18,11 +18,13 @@ import torch
 
 from gesso.models.flow.base import ImageEncoder
 from gesso.models.tokens.base import ResponseEncoder
-from gesso.rollout import FlowContext, FlowTrace, Rollout, TokenPrompt, TokenTrace
+from gesso.rollout import Rollout
 from gesso.samplers.base import Piece, Sampler, parts
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.samplers.recording import Recorded
 from gesso.samplers.responses import Response, ResponseRequest
+from gesso.traces.flow import FlowContext, FlowTrace
+from gesso.traces.tokens import TokenPrompt, TokenTrace
 from gesso.types import Prompt, Sample, SampleSpec, UserError, Which
 from gesso.weights.publish import Publication
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gesso.rollout import FlowContext, FlowTrace
+from gesso.traces.flow import FlowContext, FlowTrace
 from gesso.types import Weights
 
 

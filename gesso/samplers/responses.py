@@ -13,9 +13,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from gesso.formulas import diversity
 from gesso.models.tokens.base import TokenModel
-from gesso.rollout import Rollout, TokenPrompt, TokenTrace
+from gesso.rollout import Rollout
 from gesso.samplers.base import Piece
 from gesso.samplers.partial import Begun, PartialResponse
+from gesso.traces.tokens import TokenPrompt, TokenTrace
 from gesso.types import Prompt, Sample
 
 

@@ -33,10 +33,11 @@ from torch import Tensor, distributed
 from gesso import config
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.models.tokens.vision_language import VisionLanguage
-from gesso.rollout import Rollout, TokenPrompt, TokenTrace
+from gesso.rollout import Rollout
 from gesso.samplers import responses
 from gesso.samplers.base import Piece
 from gesso.samplers.responses import EncodedPrompts, Response, ResponseRequest
+from gesso.traces.tokens import TokenPrompt, TokenTrace
 from gesso.types import Prompt, ResponseSpec, UserError, Which
 from gesso.weights.publish import HeldWeights, Publication
 

@@ -17,9 +17,10 @@ from gesso.algorithms.base import Algorithm, Prepared
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.algorithms.stepped import Window
 from gesso.formulas import advantages as adv
-from gesso.rollout import FlowTrace, Rollout
+from gesso.rollout import Rollout
 from gesso.run import assemble, resume, train
 from gesso.samplers.denoise import DenoisingSampler
+from gesso.traces.flow import FlowTrace
 from gesso.types import Prompt, SampleSpec, Score, UserError
 from tests import pipelines
 from tests.conftest import PROMPTS, small_recipe

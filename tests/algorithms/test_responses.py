@@ -18,7 +18,8 @@ from gesso.algorithms.importance import Importance
 from gesso.algorithms.policy_gradient import PolicyGradient
 from gesso.algorithms.ppo import PPO
 from gesso.config import Learner as LearnerSection
-from gesso.rollout import Rollout, TokenPrompt, TokenTrace
+from gesso.rollout import Rollout
+from gesso.traces.tokens import TokenPrompt, TokenTrace
 from gesso.types import Prompt, Sample, Score, UserError
 from tests import tokens
 from tests.responses import (

@@ -10,9 +10,9 @@ import torch
 
 from gesso import build, families, run
 from gesso.config import Lora
-from gesso.rollout import TokenTrace
 from gesso.samplers.decode import DecodingSampler, _Decoding, _FixedShapeDecoding
 from gesso.samplers.partial import Begun, PartialResponse
+from gesso.traces.tokens import TokenTrace
 from gesso.track.run_folder import RunFolder
 from gesso.types import ResponseSpec, UserError
 from gesso.weights.publish import Publication

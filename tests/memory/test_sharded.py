@@ -22,8 +22,9 @@ from gesso.plan.gpus import Gpu
 from gesso.plan.planner import Planner
 from gesso.plan.rates import Line, Rates
 from gesso.ranks import Group
-from gesso.rollout import FlowTrace, Rollout
+from gesso.rollout import Rollout
 from gesso.samplers.base import Piece
+from gesso.traces.flow import FlowTrace
 from gesso.track.progress import SILENT
 from gesso.types import Prompt, Score, UserError
 from gesso.weights.layout import Layout

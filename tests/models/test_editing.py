@@ -22,8 +22,9 @@ from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.config import Learner, Lora, Model
 from gesso.families import classes
 from gesso.models.flow.base import PromptCache, check_images
-from gesso.rollout import FlowTrace, Rollout
+from gesso.rollout import Rollout
 from gesso.samplers.denoise import DenoisingSampler
+from gesso.traces.flow import FlowTrace
 from gesso.types import Prompt, PromptImage, SampleSpec, Score, Size, UserError
 from tests.editors import EDITORS
 from tests.editors import build as build_editor

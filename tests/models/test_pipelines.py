@@ -21,8 +21,9 @@ from gesso.config import Lora, Model
 from gesso.families import classes
 from gesso.models.flow.base import PromptCache, check_guidance, over_long, unused_negatives
 from gesso.models.flow.pipeline import PipelineModel
-from gesso.rollout import Conditioning, FlowTrace, Rollout
+from gesso.rollout import Rollout
 from gesso.samplers.denoise import DenoisingSampler, Piece
+from gesso.traces.flow import Conditioning, FlowTrace
 from gesso.types import Prompt, SampleSpec, Score, Size, UserError
 from gesso.weights.empty import on_meta
 from gesso.weights.policy import Policy

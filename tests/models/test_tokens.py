@@ -24,9 +24,9 @@ from gesso.models.tokens.feature_cache import FeatureCache
 from gesso.models.tokens.packing import pack, pack_responses
 from gesso.models.tokens.vision_language import VisionLanguage
 from gesso.ranks import Group
-from gesso.rollout import TokenPrompt, TokenTrace
 from gesso.samplers.base import Piece
 from gesso.samplers.responses import EncodedPrompts
+from gesso.traces.tokens import TokenPrompt, TokenTrace
 from gesso.types import Prompt, PromptImage, ResponseSpec, Sample, UserError
 from tests import tokens
 from tests.tokens import Tiny, padded_logits, padded_logp, picture, stirred, trace_of

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from gesso.config import Lora
-from gesso.rollout import TokenTrace, widened
 from gesso.samplers.base import Piece, parts
 from gesso.samplers.decode import DecodingSampler
 from gesso.samplers.next_token import _first_above, inverse_cdf
+from gesso.traces.pieces import widened
+from gesso.traces.tokens import TokenTrace
 from gesso.types import ResponseSpec, SampleSpec
 from gesso.weights.publish import Publication
 from tests import tokens

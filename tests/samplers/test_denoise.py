@@ -12,9 +12,10 @@ from gesso import build
 from gesso.algorithms.base import Prepared
 from gesso.config import Recipe
 from gesso.models.flow.base import FlowModel
-from gesso.rollout import FlowTrace, Rollout
+from gesso.rollout import Rollout
 from gesso.samplers.base import parts
 from gesso.samplers.denoise import DenoisingSampler, Piece, _Noise
+from gesso.traces.flow import FlowTrace
 from gesso.types import Prompt, PromptImage, ResponseSpec, SampleSpec, Score, Size, Which
 from gesso.weights.trainable import lora_layers
 from tests.conftest import PROMPTS

@@ -15,8 +15,9 @@ from gesso.algorithms.one_pass import OnePassTerms
 from gesso.check import check
 from gesso.config import Model
 from gesso.models.flow.compiled import compile_blocks
-from gesso.rollout import FlowTrace, Rollout
+from gesso.rollout import Rollout
 from gesso.run import assemble, resume, train
+from gesso.traces.flow import FlowTrace
 from gesso.types import Score, UserError
 from gesso.weights.folded_linear import fold
 from tests import pipelines

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gesso.rollout import Conditioning, FlowContext
 from gesso.samplers.one_pass import per_sample_grads
 from gesso.samplers.recording import Recorded, TrainedStep, TrajectoryRecorder
+from gesso.traces.flow import Conditioning, FlowContext
 from gesso.types import OnePass, SampleSpec, Trajectory
 
 CONTEXT = FlowContext(torch.tensor([1.0, 0.0]), Conditioning(torch.zeros(1, 1, 1)), None)

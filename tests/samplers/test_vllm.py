@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from gesso import build, config, run
-from gesso.rollout import TokenTrace
 from gesso.samplers.base import Piece
 from gesso.samplers.decode import DecodingSampler
 from gesso.samplers.vllm import VllmSampler, one_token_per_image
+from gesso.traces.tokens import TokenTrace
 from gesso.types import Prompt, ResponseSpec, UserError
 from gesso.weights.publish import Publication
 from tests import tokens

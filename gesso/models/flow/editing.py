@@ -12,7 +12,7 @@ from gesso.data.prompts import ImageSizes
 from gesso.models.flow.packing import pack
 from gesso.models.flow.pipeline import PipelineModel
 from gesso.models.flow.references import at_area, with_blank_references
-from gesso.rollout import Conditioning
+from gesso.traces.flow import Conditioning
 from gesso.types import Prompt, Size
 
 

@@ -13,7 +13,7 @@ from gesso.models.flow.pipeline import JOINT_ATTENTION, PipelineModel
 from gesso.models.flow.references import target_and_references
 from gesso.models.flow.texts import TextLength, text_encoder
 from gesso.quiet import quiet
-from gesso.rollout import Conditioning
+from gesso.traces.flow import Conditioning
 from gesso.types import Prompt, Size, Which
 
 

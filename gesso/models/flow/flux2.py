@@ -15,7 +15,7 @@ from gesso.models.flow.pipeline import JOINT_ATTENTION
 from gesso.models.flow.references import target_and_references, with_references, wrong_ratio
 from gesso.models.flow.texts import TextLength, chat_encoder
 from gesso.quiet import quiet
-from gesso.rollout import Conditioning
+from gesso.traces.flow import Conditioning
 from gesso.types import Prompt, Size, UserError, Which
 
 MIN_SIDE, MAX_RATIO = 64, 8  # of input images, in the pipeline's check_image_input

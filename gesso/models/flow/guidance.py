@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gesso.models.flow.base import FlowModel
-from gesso.rollout import Conditioning
+from gesso.traces.flow import Conditioning
 from gesso.types import GuidanceGradient, Which
 
 

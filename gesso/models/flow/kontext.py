@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from gesso.models.flow.editing import EditingModel
 from gesso.models.flow.flux import Flux
 from gesso.models.flow.references import with_references
-from gesso.rollout import Conditioning
+from gesso.traces.flow import Conditioning
 from gesso.types import Prompt, Size
 
 AREA = 1024**2  # of the pipeline's sizes

@@ -28,7 +28,7 @@ from gesso.models.flow.references import wrong_ratio
 from gesso.models.flow.texts import TextLength
 from gesso.models.repeatable import deterministic_algorithms, settle_attention
 from gesso.quiet import quiet
-from gesso.rollout import Conditioning
+from gesso.traces.flow import Conditioning
 from gesso.types import Prompt, Size, UserError, Which
 from gesso.weights.folding_rule import folds_lora
 from gesso.weights.layout import Sharding

@@ -16,7 +16,7 @@ from gesso.models.flow.editing import EditingModel
 from gesso.models.flow.qwen_image import QwenImage
 from gesso.models.flow.references import at_area, with_references
 from gesso.models.flow.texts import TextLength
-from gesso.rollout import Conditioning
+from gesso.traces.flow import Conditioning
 from gesso.types import Prompt, Size, UserError
 from gesso.weights.merge import SHARD
 

@@ -17,7 +17,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from gesso.data.prompts import ImageSizes
-from gesso.rollout import Conditioning, Layout, source_tokens
+from gesso.traces.flow import Conditioning, Layout, source_tokens
 from gesso.types import Prompt, PromptImage, UserError
 
 MAX_RATIO = 16

@@ -13,7 +13,7 @@ from gesso.models.flow.base import TextEncoder
 from gesso.models.flow.multistep import MultistepModel
 from gesso.models.flow.texts import TextLength
 from gesso.quiet import quiet
-from gesso.rollout import Conditioning
+from gesso.traces.flow import Conditioning
 from gesso.types import Prompt, Size, Which
 
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")

@@ -16,7 +16,7 @@ from gesso.models.flow.loading import NETWORKS
 from gesso.models.flow.multistep import MultistepModel
 from gesso.models.flow.texts import TextLength, text_encoder
 from gesso.quiet import quiet
-from gesso.rollout import Conditioning
+from gesso.traces.flow import Conditioning
 from gesso.types import Prompt, Size, UserError, Which
 
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")

@@ -13,7 +13,7 @@ from torch import Tensor
 from gesso.image_files import fitted
 from gesso.models.flow.texts import TextLength
 from gesso.models.flow.wan import Wan
-from gesso.rollout import Conditioning
+from gesso.traces.flow import Conditioning
 from gesso.types import Prompt, Size, UserError, Which
 
 

@@ -15,7 +15,7 @@ from gesso.models.flow.pipeline import PipelineModel
 from gesso.models.flow.rotation import rotate
 from gesso.models.flow.texts import TextLength, chat_encoder
 from gesso.quiet import quiet
-from gesso.rollout import Conditioning
+from gesso.traces.flow import Conditioning
 from gesso.types import Prompt, Size, Which
 
 MULTIPLE = 32  # the network pads texts and images to multiples of it, by learned tokens

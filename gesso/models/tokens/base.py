@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gesso.rollout import TokenPrompt, TokenTrace
+from gesso.traces.tokens import TokenPrompt, TokenTrace
 from gesso.types import Prompt, Which
 from gesso.weights.merge import SHARD
 from gesso.weights.policy import Policy

@@ -13,7 +13,7 @@ from gesso import config
 from gesso.models.tokens.loading import chat_template
 from gesso.models.tokens.sequences import Sequences
 from gesso.models.tokens.transformer import PROJECTIONS, TransformerModel
-from gesso.rollout import TokenPrompt
+from gesso.traces.tokens import TokenPrompt
 from gesso.types import Prompt, UserError
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gesso import config
 from gesso.devices import to_device
 from gesso.models.tokens.transformer import TransformerModel
-from gesso.rollout import TokenTrace
+from gesso.traces.tokens import TokenTrace
 from gesso.types import UserError
 
 

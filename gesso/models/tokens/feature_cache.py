@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gesso.rollout import TokenPrompt
+from gesso.traces.tokens import TokenPrompt
 
 
 class FeatureCache:

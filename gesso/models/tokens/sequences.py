@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gesso.rollout import TokenPrompt
+from gesso.traces.tokens import TokenPrompt
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from gesso import config
 from gesso.models.located import TRANSFORMER, locate
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.models.tokens.vision_language import VisionLanguage
-from gesso.rollout import TokenTrace
+from gesso.traces.tokens import TokenTrace
 from gesso.types import UserError
 
 KEY = "algorithm.teacher.path"

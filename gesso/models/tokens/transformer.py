@@ -29,7 +29,7 @@ from gesso.models.tokens.recomputing import recomputing
 from gesso.models.tokens.sequences import Sequences
 from gesso.models.tokens.stepping import Stepper, fits
 from gesso.quiet import quiet
-from gesso.rollout import TokenPrompt, TokenTrace
+from gesso.traces.tokens import TokenPrompt, TokenTrace
 from gesso.types import Prompt, UserError, Which
 from gesso.weights.folding_rule import folds_lora
 from gesso.weights.layout import Sharding

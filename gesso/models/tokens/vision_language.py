@@ -28,7 +28,7 @@ from gesso.models.tokens.packing import pack
 from gesso.models.tokens.sequences import Sequences, distinct
 from gesso.models.tokens.transformer import PROJECTIONS, TransformerModel
 from gesso.quiet import quiet
-from gesso.rollout import TokenPrompt
+from gesso.traces.tokens import TokenPrompt
 from gesso.types import Prompt, UserError
 
 PROCESSORS = {
