@@ -254,6 +254,7 @@ def sample_ours(bench: Bench, model: VisionLanguage) -> list[Piece[TokenTrace]]:
             "decode_tokens_per_s": batch / step,
             "ms_a_step": step * 1e3,
             "share_of_bandwidth_bound": weights / BANDWIDTH / step,
+            "share_with_past": (weights + past_bytes(bench, model, batch)) / BANDWIDTH / step,
             "seconds": seconds,
             "first_call_s": first,
             "four_tokens_s": short,
@@ -262,6 +263,15 @@ def sample_ours(bench: Bench, model: VisionLanguage) -> list[Piece[TokenTrace]]:
         }
         bench.say(f"ours, {batch} slots:", bench.figures[f"ours_{batch}"])
     return pieces
+
+
+def past_bytes(bench: Bench, model: VisionLanguage, batch: int) -> float:
+    """Keys and values that a decoding step reads, on average over the timed steps."""
+    decoder = model.decoder.config
+    width = decoder.hidden_size // decoder.num_attention_heads
+    token = 2 * decoder.num_hidden_layers * decoder.num_key_value_heads * width
+    past = len(model.encode(prompts(bench.size)[0])) + (4 + bench.size.tokens) / 2
+    return batch * past * token * bench.dtype.itemsize
 
 
 def inputs_of(bench: Bench, model: VisionLanguage, rows: list[int]) -> dict[str, Tensor]:
@@ -447,8 +457,8 @@ def circumstances(bench: Bench) -> dict[str, Any]:
 
 
 def table(figures: dict[str, Any]) -> list[str]:
-    shown = ["seconds", "tokens_per_s", "ms_a_step", "share_of_bandwidth_bound", "share_of_peak"]
-    shown += ["peak_gb"]
+    shown = ["seconds", "tokens_per_s", "ms_a_step", "share_of_bandwidth_bound", "share_with_past"]
+    shown += ["share_of_peak", "peak_gb"]
     lines = ["| | " + " | ".join(shown) + " |", "|---" * (len(shown) + 1) + "|"]
     for name, row in figures.items():
         if isinstance(row, dict) and "seconds" in row:

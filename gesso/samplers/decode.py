@@ -28,6 +28,7 @@ from gesso.models.tokens.packing import pack
 from gesso.rollout import Rollout
 from gesso.samplers import responses
 from gesso.samplers.base import Piece, parts
+from gesso.samplers.buffers import Buffers, add_tokens_on
 from gesso.samplers.next_token import sample_from_raw, sample_tokens
 from gesso.samplers.partial import Begun
 from gesso.samplers.responses import EncodedPrompts, Response, ResponseRequest
@@ -106,27 +107,6 @@ class DecodingSampler:
         """Nothing to release."""
 
 
-class _Buffers:
-    """For every slot: the tokens sampled so far, and the uniform numbers to sample them."""
-
-    def __init__(self, slots: int, longest: int, device: torch.device) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.tokens = zeros(slots, longest)
-        self.logp = zeros(slots, longest, dtype=torch.float32)
-        self.uniform = zeros(slots, longest, dtype=torch.float64)
-        self.count = zeros(slots)  # tokens sampled
-        self.limit = zeros(slots)  # tokens at which it leaves the slot
-        self.last = zeros(slots)  # next input token
-        self.position = zeros(slots)  # position of that token
-
-    def move(self, source: int, target: int) -> None:
-        numbers = (self.count, self.limit, self.last, self.position)
-        for buffer in (self.tokens, self.logp, self.uniform, *numbers):
-            buffer[target] = buffer[source]
-
-
 class _Decoding:
     """All responses of one sampling call. The cost of a step depends only on the running sequences:
     they occupy the first slots, and the cache is read up to the longest of them."""
@@ -153,7 +133,7 @@ class _Decoding:
             self._resume(begun)
         self.pending = Counter(self.row[i] for i in self.waiting)  # prompt → its waiting samples
         self.prefilled: dict[int, PrefilledPrompt] = {}  # prompts with waiting samples
-        self.buffers = _Buffers(slots, spec.max_tokens, self.model.device)
+        self.buffers = Buffers(slots, spec.max_tokens, self.model.device)
         self.cache: SlotCache | None = None  # created with the first prompt, which gives the shape
 
     def _resume(self, begun: Begun) -> None:
@@ -317,6 +297,7 @@ class _FixedShapeDecoding(_Decoding):
         # Lengths of finished responses, else 0; and the tokens sampled last.
         self.report = torch.zeros(2, slots, dtype=torch.long, device=device)
         self.turn: Callable[[], None] = self._turn
+        self.add_tokens = add_tokens_on(device.type)
         self.readback = _Readback(self.report)
 
     def _new_cache(self, like: PrefilledPrompt) -> SlotCache:
@@ -346,17 +327,8 @@ class _FixedShapeDecoding(_Decoding):
         raw = self.model.raw_logits(self.state)
         at = buffers.count.clamp(max=spec.max_tokens - 1)[:, None]
         uniform = buffers.uniform.gather(1, at)[:, 0]
-        draw = sample_from_raw(raw.device.type)
-        tokens, logp = draw(raw, uniform, spec.temperature, self.model.allowed)
-        runs = ~self.idle
-        for buffer, new in ((buffers.tokens, tokens), (buffers.logp, logp)):
-            buffer.scatter_(1, at, torch.where(runs[:, None], new[:, None], buffer.gather(1, at)))
-        buffers.last.copy_(torch.where(runs, tokens, buffers.last))
-        buffers.position += runs
-        buffers.count += runs
-        ends = torch.isin(tokens, self.end) | (buffers.count == buffers.limit)
-        self.idle |= ends
-        self.report.copy_(torch.stack([torch.where(self.idle, buffers.count, 0), buffers.last]))
+        tokens, logp = sample_from_raw(raw, uniform, spec.temperature, self.model.allowed)
+        self.add_tokens(tokens, logp, at, self.idle, self.end, self.report, *buffers.all)
         self.state.copy_(self._forward())
         place.lengths += ~self.idle
 

@@ -5,13 +5,10 @@ n sequences · V ids · C blocks of ids
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from gesso.models.repeatable import kernel_options
+from gesso.devices import HAS_TRITON
 from gesso.models.tokens.head import tempered
 
 BLOCK = 128
@@ -24,19 +21,15 @@ def sample_tokens(logits: Tensor, uniform: Tensor, greedy: bool) -> tuple[Tensor
     return tokens, logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
 
 
-@cache
 def sample_from_raw(
-    device: str,
-) -> Callable[[Tensor, Tensor, float, Tensor], tuple[Tensor, Tensor]]:
-    """`sample_tokens` from the head's raw logits, a temperature and the allowed ids. Compiled on
-    CUDA, where each pass over all logits would be a separate kernel."""
+    raw: Tensor, uniform: Tensor, temperature: float, allowed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`sample_tokens` from the head's raw logits, a temperature and the allowed ids."""
+    if raw.is_cuda and HAS_TRITON:
+        from gesso.samplers import next_token_kernels
 
-    def draw(
-        raw: Tensor, uniform: Tensor, temperature: float, allowed: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return sample_tokens(tempered(raw, temperature, allowed), uniform, temperature == 0)
-
-    return torch.compile(draw, options=kernel_options()) if device == "cuda" else draw
+        return next_token_kernels.sample_from_raw(raw, uniform, temperature, allowed, BLOCK)
+    return sample_tokens(tempered(raw, temperature, allowed), uniform, temperature == 0)
 
 
 def inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:

@@ -3,7 +3,8 @@ operations.
 
 The time of a step with few sequences is that of reading the weights and launching the kernels. So
 projections of the same input are one matrix; on CUDA the operations between two GEMMs are compiled
-into one kernel, and attention reads each sequence up to its length.
+into one kernel, and attention reads each sequence up to its length. On Hopper GPUs, matrix
+multiplications of up to 64 sequences are Triton kernels, too (`step_kernels.py`).
 `tests/samplers/test_stepping.py` compares it with the layers of transformers, for every supported
 model type.
 
@@ -34,18 +35,31 @@ class Stepper:
         self.layers = [_Layer(layer, dtype, folding) for layer in decoder.layers]
         self.weight, self.eps = decoder.norm.weight, decoder.norm.variance_epsilon
         self.dtype = dtype
+        self.kernels = None
+        if all(layer.fits_kernels for layer in self.layers):
+            self.kernels = hopper_kernels(self.weight.device, dtype)
 
     def __call__(self, x: Tensor, positions: Tensor, cache: Any) -> Tensor:
         """Embeddings (n, D), positions in the decoder's layout, a `SlotCache` → states (n, D)."""
         cos, sin = self.rotary(x[:, None], positions)  # (n, 1, d)
         if cos.ndim == 4:  # rows for time, height and width, equal for text
             cos, sin = cos[0], sin[0]
+        if self.kernels is not None and len(x) <= self.kernels.ROWS:
+            return self._with_kernels(x, cos[:, 0].contiguous(), sin[:, 0].contiguous(), cache)
         ops = _ops(x.device.type)
         x = x.contiguous()
         change = torch.zeros_like(x, dtype=self.dtype)
         for layer, slots in zip(self.layers, cache.layers, strict=True):
             x, change = layer(x, change, cos, sin, slots, ops)
         return ops.add_norm(x, change, self.weight, self.eps)[1]
+
+    def _with_kernels(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any) -> Tensor:
+        kernels: Any = self.kernels
+        x = x.clone(memory_format=torch.contiguous_format)  # changed in place
+        change = x.new_zeros(1, *x.shape, dtype=torch.float32)
+        for layer, slots in zip(self.layers, cache.layers, strict=True):
+            change = layer.with_kernels(x, change, cos, sin, slots, kernels, self.dtype)
+        return kernels.add_norm(x, change, self.weight, self.eps, self.dtype)
 
 
 class _Layer:
@@ -83,6 +97,44 @@ class _Layer:
         x, normed = ops.add_norm(x, change, self.after.weight, self.eps)
         gated = ops.gated(F.linear(normed, *self.gate_up))
         return x, F.linear(gated, *self.down)
+
+    @property
+    def fits_kernels(self) -> bool:
+        biases = self.out[1], self.gate_up[1], self.down[1]
+        return self.width >= 16 and self.width.bit_count() == 1 and biases == (None, None, None)
+
+    def with_kernels(
+        self,
+        x: Tensor,  # changed in place
+        change: Tensor,  # (S, n, D) float32: the sum over S is to be added to x
+        cos: Tensor,
+        sin: Tensor,
+        slots: Any,
+        kernels: Any,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """The same with `step_kernels`; returns the next `change`."""
+        normed = kernels.add_norm(x, change, self.before.weight, self.eps, dtype)
+        heads = kernels.projected(normed, self.qkv[0])
+        rotation = self.qkv[1], self.norms, self.eps, cos, sin
+        attended = kernels.attend(heads, *rotation, *slots.past, self.scale)
+        change = kernels.projected(attended, self.out[0])
+        normed = kernels.add_norm(x, change, self.after.weight, self.eps, dtype)
+        return kernels.projected(kernels.gated(normed, self.gate_up[0]), self.down[0])
+
+
+@cache
+def hopper_kernels(device: torch.device, dtype: torch.dtype) -> Any:
+    """The module `step_kernels`, or None where it was not measured or cannot run."""
+    if device.type != "cuda" or dtype == torch.float32:
+        return None
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    try:
+        from gesso.models.tokens import step_kernels
+    except ImportError:  # a version of Triton without programmatic dependent launch
+        return None
+    return step_kernels
 
 
 def fits(decoder: Any) -> bool:
