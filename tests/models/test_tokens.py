@@ -7,7 +7,6 @@ import gc
 import importlib.util
 import json
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -269,22 +268,6 @@ def test_a_frozen_heads_gradient(temperature: float) -> None:
     assert gap(logp, plain[range(11), tokens]) <= 1e-6
     assert gap(entropy, -(plain.exp() * plain).sum(-1)) <= 1e-6 and not entropy.requires_grad
     assert gap(found, expected) <= 1e-6
-
-
-def test_scores_are_compiled_once_for_any_number_of_rows(monkeypatch: Any) -> None:
-    """As on CUDA, where passes differ in length."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    of = heads._scored.__wrapped__("cuda")
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters["stats"]
-    counters.clear()
-    allowed = torch.arange(30) < 27
-    for rows in (7, 4, 1, 12, 4):
-        given = torch.randn(rows, 30), torch.arange(rows), 0.7, allowed
-        for mine, plain in zip(of(*given), heads.scored(*given), strict=True):
-            assert gap(mine, plain) <= 1e-6
-    assert counters["unique_graphs"] == 1
-    assert heads._scored("cpu") is heads.scored
 
 
 class Products(TorchDispatchMode):

@@ -6,18 +6,18 @@ of all positions, 600 KB each for 152,000 ids, are never in memory together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gesso.models.repeatable import kernel_options
+from gesso.devices import HAS_TRITON
 
-LOGITS = 2**26
-"""Maximum number of logits in memory: 256 MB in float32, 440 positions of 152,000 ids."""
+LOGITS = 80 * 2**20
+"""Maximum number of logits in memory: 320 MB in float32, 512 positions of 152,000 ids."""
+TILE = 128
+"""GEMMs waste no work on a multiple of so many positions."""
 
 Scores = tuple[Tensor, Tensor]  # (R,) log-probs, differentiable, and entropies, which are not
 
@@ -35,6 +35,7 @@ def score(
 ) -> Scores:
     """(R, D) states and the (R,) ids that follow them."""
     rows = max(1, LOGITS // len(allowed))
+    rows -= rows % TILE if rows > TILE else 0
     if type(head) is nn.Linear and head.bias is None and not head.weight.requires_grad:
         return FrozenHead.apply(states, head, tokens, temperature, allowed, rows)
     parts = [
@@ -50,14 +51,25 @@ def score(
 def _of_head(
     head: nn.Module, states: Tensor, tokens: Tensor, temperature: float, allowed: Tensor
 ) -> Scores:
-    logp, entropy, _ = scored(head(states), tokens, temperature, allowed)
+    logp, entropy, _ = scored_by_torch(head(states), tokens, temperature, allowed)
     return logp, entropy
 
 
 def scored(
     raw: Tensor, tokens: Tensor, temperature: float, allowed: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs and entropies (n,), and the probabilities (n, V) in the precision of the logits."""
+    """Log-probs and entropies (n,), and the probabilities (n, V) in the precision of the logits;
+    not differentiable on CUDA."""
+    if raw.is_cuda and HAS_TRITON:
+        from gesso.models.tokens import head_kernels
+
+        return head_kernels.scored(raw, tokens, temperature, allowed)
+    return scored_by_torch(raw, tokens, temperature, allowed)
+
+
+def scored_by_torch(
+    raw: Tensor, tokens: Tensor, temperature: float, allowed: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     logits = tempered(raw, temperature, allowed)
     total = logits.logsumexp(-1)
     logp = logits.gather(-1, tokens[:, None])[:, 0] - total
@@ -82,9 +94,8 @@ class FrozenHead(torch.autograd.Function):
         rows: int,
     ) -> Scores:
         logps, entropies, grads = [], [], []
-        compute = _scored(states.device.type)
         for some, ids in zip(states.split(rows), tokens.split(rows), strict=True):
-            logp, entropy, shares = compute(head(some), ids, temperature, allowed)
+            logp, entropy, shares = scored(head(some), ids, temperature, allowed)
             logps.append(logp)
             entropies.append(entropy)
             if ctx.needs_input_grad[0]:
@@ -100,21 +111,3 @@ class FrozenHead(torch.autograd.Function):
         logit_grad = torch.cat(ctx.saved_tensors)
         state_grad = (logit_grad * (grad / ctx.divisor)[:, None]).to(logit_grad.dtype)
         return state_grad, None, None, None, None, None
-
-
-@cache
-def _scored(device: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """`scored`; on CUDA its dozen passes over the logits are compiled into three, once for any
-    number of rows."""
-    if device != "cuda":
-        return scored
-    compiled = torch.compile(scored, options=kernel_options())
-
-    def compute(raw: Tensor, tokens: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
-        if len(raw) < 2:  # torch would compile a separate graph for one row, in any iteration
-            return scored(raw, tokens, *more)
-        for rows in (raw, tokens):
-            torch._dynamo.maybe_mark_dynamic(rows, 0)
-        return compiled(raw, tokens, *more)
-
-    return compute
