@@ -851,6 +851,20 @@ MUTANTS = [
         "tests/models/test_pipelines.py -k 'diffusers_own and flux-dev'",
     ),
     Mutant(
+        "idle-slots-count-tokens",
+        "gesso/samplers/buffers.py",
+        "count += runs",
+        "count += 1",
+        "tests/samplers/test_stepping.py -k same_responses",
+    ),
+    Mutant(
+        "drawn-tokens-at-the-wrong-place",
+        "gesso/samplers/buffers.py",
+        "torch.where(runs[:, None], values[:, None], buffer.gather(1, at))",
+        "values[:, None]",
+        "tests/samplers/test_stepping.py -k same_responses",
+    ),
+    Mutant(
         "decoder-seed-per-sample",
         "gesso/samplers/decode.py",
         "_uniform(self.seeds[i], self.spec.max_tokens)",

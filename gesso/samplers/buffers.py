@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from gesso.devices import HAS_TRITON
 from gesso.models.repeatable import kernel_options
 
 
@@ -26,8 +27,8 @@ class Buffers:
         self.position = zeros(slots)  # position of that token
 
     @property
-    def all(self) -> tuple[Tensor, ...]:
-        """All that `add_tokens` changes, and the limit."""
+    def of_turn(self) -> tuple[Tensor, ...]:
+        """The last arguments of `add_tokens`."""
         return self.tokens, self.logp, self.count, self.limit, self.last, self.position
 
     def move(self, source: int, target: int) -> None:
@@ -50,7 +51,8 @@ def add_tokens(
     last: Tensor,
     position: Tensor,
 ) -> None:
-    """Adds the sampled tokens to the slots that are not idle, in place."""
+    """Adds the sampled tokens to the slots that are not idle; updates `idle` and `report`. In
+    place."""
     runs = ~idle
     for buffer, values in ((tokens, new), (logp, new_logp)):
         buffer.scatter_(1, at, torch.where(runs[:, None], values[:, None], buffer.gather(1, at)))
@@ -65,6 +67,6 @@ def add_tokens(
 def add_tokens_on(device: str) -> Callable[..., None]:
     """`add_tokens`; on CUDA compiled, since its two dozen operations on a few numbers each would be
     kernels of their own."""
-    if device != "cuda":
+    if device != "cuda" or not HAS_TRITON:
         return add_tokens
     return torch.compile(add_tokens, dynamic=True, options=kernel_options())

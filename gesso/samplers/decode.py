@@ -6,9 +6,9 @@ waiting sequence takes the slot of a finished one; on a CPU the batches of a cal
 
 Each sample has a seed: every token is sampled by inverting the cumulative distribution of
 softmax(logits / temperature) at a uniform number, drawn on the CPU for its position. So a response
-does not depend on the batch, the slot, the other samples or the device. There is no top-p and no
-top-k: tokens would come from a different distribution than the one whose log-probs are trained,
-and every ratio would be biased.
+depends on the batch, the slot, the other samples and the device only by rounding. There is no top-p
+and no top-k: tokens would come from a different distribution than the one whose log-probs are
+trained, and every ratio would be biased.
 
 Temperature 0 is greedy: the most likely token, with its log-prob at temperature 1, as in the
 model's `logp`.
@@ -328,7 +328,7 @@ class _FixedShapeDecoding(_Decoding):
         at = buffers.count.clamp(max=spec.max_tokens - 1)[:, None]
         uniform = buffers.uniform.gather(1, at)[:, 0]
         tokens, logp = sample_from_raw(raw, uniform, spec.temperature, self.model.allowed)
-        self.add_tokens(tokens, logp, at, self.idle, self.end, self.report, *buffers.all)
+        self.add_tokens(tokens, logp, at, self.idle, self.end, self.report, *buffers.of_turn)
         self.state.copy_(self._forward())
         place.lengths += ~self.idle
 

@@ -43,7 +43,7 @@ def inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:
     cumulated = sums.cumsum(-1)
     below = uniform[:, None] * cumulated[:, -1:]
     block = _first_above(cumulated, below, sums)
-    rest = below - (cumulated.gather(1, block) - sums.gather(1, block))
+    rest = (below - (cumulated.gather(1, block) - sums.gather(1, block))).clamp(min=0)
     inside = shares.gather(1, block[..., None].expand(n, 1, BLOCK))[:, 0].double()  # (n, BLOCK)
     offset = _first_above(inside.cumsum(-1), rest, inside)
     return (block * BLOCK + offset)[:, 0]

@@ -22,7 +22,8 @@ def sample_from_raw(
     """(n, V) logits, (n,) float64 in [0, 1), (V,) bool, ids per block → (n,) ids and their
     log-probs."""
     n, ids = raw.shape
-    assert raw.is_contiguous() and allowed.is_contiguous()
+    assert raw.is_contiguous() and allowed.is_contiguous() and uniform.is_contiguous()
+    assert uniform.dtype == torch.float64
     count = triton.cdiv(ids, block)
     tops = raw.new_empty(n, count, dtype=torch.float32)
     sums = raw.new_empty(n, count, dtype=torch.float64)
@@ -95,9 +96,10 @@ def _choose(
     else:
         below = tl.load(uniform + row) * total
         block = _first_above(shares, below, blocks)
-        below -= tl.sum(tl.where(blocks < block, shares, 0.0), 0)
+        below = tl.maximum(below - tl.sum(tl.where(blocks < block, shares, 0.0), 0), 0.0)
         logits = _logits(raw, allowed, row, block * BLOCK + within, ids, divisor)
         offset = _first_above(tl.exp(logits - top).to(tl.float64), below, within)
     chosen = tl.max(tl.where(within == offset, logits, float("-inf")), 0)
-    tl.store(tokens + row, (block * BLOCK + offset).to(tl.int64))
+    token = tl.minimum(block * BLOCK + offset, ids - 1)  # a maximum of NaN may be anywhere
+    tl.store(tokens + row, token.to(tl.int64))
     tl.store(logp + row, chosen - (top + tl.log(total).to(tl.float32)))

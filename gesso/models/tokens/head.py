@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from gesso.devices import HAS_TRITON
 
 LOGITS = 80 * 2**20
-"""Maximum number of logits in memory: 320 MB in float32, 512 positions of 152,000 ids."""
+"""Maximum number of logits in memory: 512 positions of 152,000 ids."""
 TILE = 128
-"""GEMMs waste no work on a multiple of so many positions."""
+"""Positions per tile of a GEMM, of which no part should be empty."""
 
 Scores = tuple[Tensor, Tensor]  # (R,) log-probs, differentiable, and entropies, which are not
 
@@ -64,6 +64,9 @@ def scored(
         from gesso.models.tokens import head_kernels
 
         return head_kernels.scored(raw, tokens, temperature, allowed)
+    if raw.is_meta and raw.dtype != torch.float32:  # a memory estimate, which assumes a GPU
+        numbers = raw.new_empty(2, len(raw), dtype=torch.float32)
+        return numbers[0], numbers[1], torch.empty_like(raw)
     return scored_by_torch(raw, tokens, temperature, allowed)
 
 

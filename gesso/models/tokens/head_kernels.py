@@ -1,5 +1,5 @@
-"""`head.scored` in Triton: reads the logits twice and writes the probabilities once. The kernel
-that inductor generates takes four times as long as these bytes (H200).
+"""`head.scored` in Triton: reads the logits twice, writes the probabilities once, and is compiled
+once for any number of positions.
 
     n positions · V ids
 """
@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-AT_ONCE = 4096
+AT_ONCE = 2048
 """Ids that are read at a time."""
+LOWEST = tl.constexpr(-1e30)  # finite: the difference of two −∞ is not a number
 
 
 def scored(
@@ -34,34 +35,38 @@ def scored(
 
 @triton.jit
 def _logits(raw, allowed, at, ids, divisor):
-    """Tempered logits, and which ids are allowed."""
-    inside = at < ids
-    kept = inside & (tl.load(allowed + at, inside, other=0) != 0)
-    return tl.load(raw + at, inside, other=0.0).to(tl.float32) / divisor, kept
+    """Tempered logits, 0 for ids that are not allowed; and which are."""
+    kept = tl.load(allowed + at, at < ids, other=0) != 0
+    return tl.load(raw + at, kept, other=0.0).to(tl.float32) / divisor, kept
 
 
 @triton.jit
 def _scored(
     raw, tokens, allowed, logp, entropy, shares, divisor, ids, AT_ONCE: tl.constexpr
 ):  # fmt: skip
-    """One program per position. A running maximum bounds the exponents, as in attention."""
+    """One program per position. Every lane has its own running maximum, so that lanes need not wait
+    for each other before the end."""
     row = tl.program_id(0).to(tl.int64)
     raw += row * ids
     shares += row * ids
-    top = -float("inf")
-    total = tl.zeros((AT_ONCE,), tl.float32)
+    top = tl.full((AT_ONCE,), LOWEST, tl.float32)
+    total = tl.zeros((AT_ONCE,), tl.float32)  # Σ exp(logit − top)
     weighted = tl.zeros((AT_ONCE,), tl.float32)  # Σ logit · exp(logit − top)
     for start in range(0, ids, AT_ONCE):
         logits, kept = _logits(raw, allowed, start + tl.arange(0, AT_ONCE), ids, divisor)
-        higher = tl.maximum(top, tl.max(tl.where(kept, logits, float("-inf")), 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # no id is allowed so far
-        fade = tl.exp(top - base)
-        share = tl.where(kept, tl.exp(logits - base), 0.0)
+        value = tl.where(kept, logits, LOWEST)
+        smaller = tl.exp(-tl.abs(value - top))  # of the two exponentials, the other is 1
+        fade = tl.where(value > top, smaller, 1.0)
+        share = tl.where(kept, tl.where(value > top, 1.0, smaller), 0.0)
         total = total * fade + share
         weighted = weighted * fade + share * logits
-        top = higher
+        top = tl.maximum(top, value)
+    highest = tl.max(top, 0)
+    fade = tl.exp(top - highest)
+    total *= fade
+    weighted *= fade
     norm = tl.sum(total, 0)
-    logsumexp = top + tl.log(norm)
+    logsumexp = highest + tl.log(norm)
     for start in range(0, ids, AT_ONCE):
         at = start + tl.arange(0, AT_ONCE)
         logits, kept = _logits(raw, allowed, at, ids, divisor)

@@ -2,9 +2,12 @@
 
 Such a step takes as long as reading the weights. With one cuBLAS call per projection, the memory is
 idle for a third of that time: between kernels, and because a small matrix has too few output tiles
-for all processors. Here several programs share the sum of a tile, a layer is seven kernels, and
-each kernel starts before the previous one ends (programmatic dependent launch): everything before
-`gdc_wait` may run beside the previous kernel and must not read what that kernel writes.
+for all processors. Here several programs share the sum of a tile (split-K), a layer is seven
+kernels, and each kernel starts before the previous one ends (programmatic dependent launch).
+
+What a kernel does before `gdc_wait` may run beside every earlier kernel of the step. So it reads
+only what none of them writes: weights, lengths, past keys and values. Every program must call
+`gdc_wait`, as a kernel is known to be finished only by those that waited for it.
 
 Shared sums are stored as float32 parts. The kernel that reads them adds them up in a fixed order,
 so that a step is the same every time.
@@ -30,8 +33,7 @@ PARTS = 8
 
 
 class Tiles(NamedTuple):
-    """Outputs per program, and how many of them are computed at most; inputs per iteration; and how
-    a program runs."""
+    """Of a program: its outputs, at most those of a tile; inputs per iteration; and how it runs."""
 
     own: int
     tile: int
@@ -260,8 +262,9 @@ def _attend(
     """One program per sequence and group. Softmax in base 2, `scale` includes log2(e); the new
     token is processed first, so that the running maximum is always finite.
 
-    The new token is computed within the first iteration: Triton moves the loads of the first
-    iterations to the front, so that past keys and values are loaded before `gdc_wait`."""
+    The new token is computed within the first iteration, which an idle slot has, too: Triton moves
+    the loads of the first iterations to the front, so that past keys and values are loaded before
+    `gdc_wait`."""
     KIND: tl.constexpr = keys.dtype.element_ty
     TOTAL: tl.constexpr = (SHARING + 2) * GROUPS * WIDTH
     sample = tl.program_id(0)
@@ -273,7 +276,7 @@ def _attend(
     heads += sample * TOTAL
     rows = tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
-    inside = (rows < SHARING)[:, None] & (column < WIDTH)[None, :]
+    inside = (rows < SHARING)[:, None]
     q = tl.zeros((ROWS, WIDTH), KIND)
     top = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -297,8 +300,8 @@ def _attend(
                 heads, bias, query_gains, eps, lead + column[None, :], lead + partner[None, :],
                 column[None, :], partner[None, :], inside, n * TOTAL, c, s, PARTS, WIDTH, KIND,
             )  # fmt: skip
-            one = tl.arange(0, 1)[:, None]
-            every = (one < 1) & (column < WIDTH)[None, :]
+            one = tl.arange(0, 1)[:, None]  # a matrix of one row
+            every = one == 0
             lead = (GROUPS * SHARING + group + one) * WIDTH
             k_new = _rotated(
                 heads, bias, key_gains, eps, lead + column[None, :], lead + partner[None, :],

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gesso.devices import HAS_TRITON
 from gesso.models.repeatable import kernel_options
 from gesso.weights.lora_folding import LoraFolding
 
@@ -101,7 +103,8 @@ class _Layer:
     @property
     def fits_kernels(self) -> bool:
         biases = self.out[1], self.gate_up[1], self.down[1]
-        return self.width >= 16 and self.width.bit_count() == 1 and biases == (None, None, None)
+        width = 16 <= self.width <= 128 and self.width.bit_count() == 1
+        return width and biases == (None, None, None)
 
     def with_kernels(
         self,
@@ -128,12 +131,12 @@ def hopper_kernels(device: torch.device, dtype: torch.dtype) -> Any:
     """The module `step_kernels`, or None where it was not measured or cannot run."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
-    if torch.cuda.get_device_capability(device)[0] != 9:
+    if torch.version.hip or torch.cuda.get_device_capability(device)[0] != 9:
         return None
-    try:
-        from gesso.models.tokens import step_kernels
-    except ImportError:  # a version of Triton without programmatic dependent launch
+    if not HAS_TRITON or find_spec("triton.language.extra.cuda.gdc") is None:  # before Triton 3.4
         return None
+    from gesso.models.tokens import step_kernels
+
     return step_kernels
 
 
