@@ -10,6 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 RAY := .venv-ray
+TRITON := .venv-triton
 # A machine with an NVIDIA driver gets torch's CUDA build, any other the CPU build.
 PIN := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 # Modules are compiled and cached when they are first imported, a sixth of all that is installed.
@@ -23,7 +24,12 @@ WORKERS ?= $(shell [ $(CORES) -gt 2 ] && echo 4 || echo $$(($(CORES) + 1)))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.parallel --processes $(WORKERS) \
 	-o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 
-.PHONY: demo test test-fast test-gpu test-vllm test-ray test-faults mutants lint docs bench bench-gpu setup clean help
+# Creates an environment that also has the packages of $(VENV).
+on-top = $(PYTHON) -m venv $(1) && packages=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") \
+	&& echo "import site; site.addsitedir('$$packages')" > \
+	$$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/gesso.pth
+
+.PHONY: demo test test-fast test-gpu test-kernels test-vllm test-ray test-faults mutants lint docs bench bench-gpu setup clean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
@@ -82,11 +88,22 @@ test-ray: $(RAY)/.run
 
 $(RAY)/.run: $(VENV)/.dev
 	@echo "==> Installing Ray into $(RAY)"
-	@$(PYTHON) -m venv $(RAY)
-	@packages=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"); \
-		echo "import site; site.addsitedir('$$packages')" > \
-		$$($(RAY)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/gesso.pth
+	@$(call on-top,$(RAY))
 	@$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check "ray>=2.49,<3"
+	@touch $@
+
+# The kernels compiled for a Hopper GPU, then run by Triton's interpreter, which needs an older numpy: without
+# a GPU. The environment has both on top of $(VENV).
+test-kernels: $(TRITON)/.run
+	@echo "==> Compiling the Triton kernels, and running them on the CPU"
+	@OMP_NUM_THREADS=1 $(TRITON)/bin/python -m pytest -m triton tests/test_compiled_kernels.py
+	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TRITON)/bin/python -m pytest -m triton \
+		tests/test_interpreted_kernels.py
+
+$(TRITON)/.run: $(VENV)/.dev
+	@echo "==> Installing Triton into $(TRITON)"
+	@$(call on-top,$(TRITON))
+	@$(TRITON)/bin/python -m pip install --quiet --disable-pip-version-check "triton==3.6.0" "numpy<2.2"
 	@touch $@
 
 lint: $(VENV)/.dev
