@@ -267,8 +267,7 @@ def sample_ours(bench: Bench, model: VisionLanguage) -> list[Piece[TokenTrace]]:
 
 def past_bytes(bench: Bench, model: VisionLanguage, batch: int) -> float:
     """Keys and values that a decoding step reads, on average over the timed steps."""
-    decoder = model.decoder.config
-    width = decoder.hidden_size // decoder.num_attention_heads
+    decoder, width = model.decoder.config, model.decoder.layers[0].self_attn.head_dim
     token = 2 * decoder.num_hidden_layers * decoder.num_key_value_heads * width
     past = len(model.encode(prompts(bench.size)[0])) + (4 + bench.size.tokens) / 2
     return batch * past * token * bench.dtype.itemsize
