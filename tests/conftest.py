@@ -88,12 +88,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def onednn() -> Iterator[None]:
+def full_precision() -> Iterator[None]:
     """On processors without bfloat16, torch disables oneDNN for the rest of the process at the
-    first product in bfloat16. Later tests would differ in last bits from other processes."""
+    first product in bfloat16; on some with it, the scripts that train the bundled models set a
+    lower precision of products. Later tests would differ in last bits from other processes."""
     import torch
 
     yield
+    torch.set_float32_matmul_precision("highest")
     torch.backends.mkldnn.set_flags(True, _fp32_precision=None)
 
 
