@@ -122,6 +122,29 @@ def test_a_step(step_kernels: Any, name: str, lora: Lora | None, tmp_path: Path)
         close(found, expected, torch.float32)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_parts_are_added_up(step_kernels: Any, parts: int) -> None:
+    """In norms and in attention; the networks above are too small for shared sums."""
+    n, groups, sharing, width, capacity = 4, 2, 3, 16, 70
+    x, change, gains = torch.randn(n, 40), torch.randn(parts, n, 40), torch.rand(40)
+    expected, normed = stepping.add_norm(x, change.sum(0), gains, 1e-6)
+    found = step_kernels.add_norm(x, change, gains, 1e-6, torch.float32)
+    close(found, normed, torch.float32)
+    close(x, expected, torch.float32)
+    size = (sharing + 2) * groups * width
+    heads, bias = torch.randn(parts, n, size), torch.randn(size)
+    cos, sin = torch.randn(n, width), torch.randn(n, width)
+    keys, values = torch.randn(2, n, groups, capacity, width)
+    lengths, own = torch.tensor([0, 63, 64, 65]), (keys.clone(), values.clone())
+    out = step_kernels.attend(heads, bias, None, 1e-6, cos, sin, *own, lengths, 0.2)
+    new = (heads.sum(0) + bias).view(n, -1, width)
+    turned = stepping.rotated(new[:, :-groups], cos[:, None], sin[:, None], groups, None, 0.0)
+    query, key, value = turned[:, :-groups], turned[:, -groups:], new[:, -groups:]
+    close(out, stepping.attend(query, key, value, keys, values, lengths, 0.2), torch.float32)
+    close(own[0], keys, torch.float32)
+    close(own[1], values, torch.float32)
+
+
 def test_attention_of_one_token() -> None:
     from gesso.models.tokens import kernels
 
