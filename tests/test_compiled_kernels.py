@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.samplers.slots import Slots
+
 pytestmark = [
     pytest.mark.triton,
     pytest.mark.skipif(
@@ -81,7 +83,7 @@ def spilled(cubin: bytes) -> int:
         file.flush()
         command = [str(tool), "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True)
-    return sum(map(int, re.findall(r"LOCAL:(\d+)", usage.stdout)))
+    return sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage.stdout)))
 
 
 @pytest.fixture
@@ -139,14 +141,21 @@ def test_attention_of_one_token(compiling: Any) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_vocabulary(temperature: float, compiling: Any) -> None:
     from gesso.models.tokens import head_kernels
-    from gesso.samplers import next_token_kernels
 
     compiling(head_kernels, "_scored")
-    compiling(next_token_kernels, "_sum_blocks", "_choose")
     raw, allowed = empty(64, 151_936), empty(151_936, dtype=torch.bool)
     head_kernels.scored(raw, empty(64, dtype=torch.long), temperature, allowed)
-    uniform = empty(64, dtype=torch.float64)
-    next_token_kernels.sample_from_raw(raw, uniform, temperature, allowed, 128)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("n, longest, ends", [(64, 4096, 2), (512, 4096, 5), (64, 1, 0)])
+def test_next_tokens(n: int, longest: int, ends: int, temperature: float, compiling: Any) -> None:
+    from gesso.samplers import next_token_kernels
+
+    compiling(next_token_kernels, "_sum_blocks", "_add_tokens")
+    raw, allowed = empty(n, 151_936), empty(151_936, dtype=torch.bool)
+    slots, end = Slots(n, longest), empty(ends, dtype=torch.long)
+    slots.after(next_token_kernels.add_next_tokens, raw, temperature, allowed, end, 128)
 
 
 @pytest.mark.parametrize("rank", [16, 32, 300])
@@ -156,6 +165,15 @@ def test_folding(rank: int, compiling: Any) -> None:
     compiling(folding_kernels, "_folded")
     a, b = empty(rank, 3072, dtype=torch.float32), empty(1536, rank, dtype=torch.float32)
     folding_kernels.folded(empty(1536, 3072), a, b, 2.0)
+
+
+def test_gradients_of_repeated_keys(compiling: Any) -> None:
+    from gesso.models.tokens import repeating_kernels
+
+    compiling(repeating_kernels, "_summed")
+    copies, starts = empty(4000, dtype=torch.long), empty(2001, dtype=torch.long)
+    for heads in (2, 4, 8, 128):
+        repeating_kernels.summed(empty(4000, heads, 128), copies, starts)
 
 
 def test_rotation(compiling: Any) -> None:

@@ -22,6 +22,7 @@ from gesso.samplers import next_token
 from gesso.samplers.slots import SlotCache
 from gesso.weights.folded_linear import FoldedLinear, fold_by_torch
 from tests import tokens
+from tests.samplers.slots import Slots, assert_equal
 from tests.tokens import Tiny, stirred
 from tests.typed import sure
 
@@ -160,20 +161,23 @@ def test_attention_of_one_token() -> None:
 
 @Dtypes
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-@pytest.mark.parametrize("n, ids", [(5, 60), (3, 1000), (2, 9000)])
-def test_next_tokens(n: int, ids: int, temperature: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("n, ids, ends", [(18, 60, 0), (12, 1000, 1), (9, 9000, 3)])
+def test_next_tokens(n: int, ids: int, ends: int, temperature: float, dtype: torch.dtype) -> None:
+    """Some responses end by an id, some at their limit; idle slots stay as they are."""
     from gesso.samplers import next_token_kernels
 
     raw = (torch.randn(n, ids) * 3).to(dtype)
     allowed = torch.rand(ids) > 0.3
     allowed[: ids // 3] = False  # whole blocks
-    uniform = torch.rand(n, dtype=torch.float64)
-    uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
-    sizes = temperature, allowed, next_token.BLOCK
-    found, logp = next_token_kernels.sample_from_raw(raw, uniform, *sizes)
-    expected, expected_logp = next_token.sample_from_raw(raw, uniform, temperature, allowed)
-    assert torch.equal(found, expected) and allowed[found].all()
-    torch.testing.assert_close(logp, expected_logp, rtol=1e-5, atol=1e-5)
+    slots, given = Slots(n, 6), (raw, temperature, allowed)
+    by_torch = next_token.add_next_tokens_by_torch
+    without_end = slots.after(by_torch, *given, torch.empty(0, dtype=torch.long))
+    end = without_end.end_ids(ends)
+    expected = slots.after(by_torch, *given, end)
+    assert (expected.runs != without_end.runs).any() == (ends > 0)
+    assert expected.runs.any() and allowed[expected.buffers.last[slots.runs]].all()
+    found = slots.after(next_token_kernels.add_next_tokens, *given, end, next_token.BLOCK)
+    assert_equal(found, expected)
 
 
 @Dtypes
@@ -241,3 +245,20 @@ def test_attention_of_compiled_networks(length: int, masked: bool) -> None:
     given = grad, q, k, v, mask if masked else None, found, logsumexp
     for mine, theirs in zip(attention_kernels.attention_grads(*given), grads, strict=True):
         close(mine, theirs, torch.float32)
+
+
+@Dtypes
+@pytest.mark.parametrize("shape", [(2, 16), (9, 128)])
+def test_gradients_of_repeated_keys(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Tokens with one copy, with several, and without any."""
+    from gesso.models.tokens import repeating_kernels
+    from gesso.models.tokens.repeating import Repeats
+
+    tokens = torch.tensor([0, 1, 2, 0, 1, 3, 0, 1, 4, 4, 6])
+    repeats, grad = Repeats.of(tokens, 8), torch.randn(11, *shape).to(dtype)
+    x = torch.randn(8, *shape, requires_grad=True)
+    assert torch.equal(repeats(x), x[tokens])
+    repeats(x).backward(grad.float())
+    found = repeating_kernels.summed(grad, repeats.copies, repeats.starts)
+    close(found, sure(torch.Tensor, x.grad), dtype)
+    assert not found[[5, 7]].any()

@@ -28,8 +28,8 @@ from gesso.models.tokens.packing import pack
 from gesso.rollout import Rollout
 from gesso.samplers import responses
 from gesso.samplers.base import Piece, parts
-from gesso.samplers.buffers import Buffers, add_tokens_on
-from gesso.samplers.next_token import sample_from_raw, sample_tokens
+from gesso.samplers.buffers import Buffers
+from gesso.samplers.next_token import add_next_tokens, sample_tokens
 from gesso.samplers.partial import Begun
 from gesso.samplers.responses import EncodedPrompts, Response, ResponseRequest
 from gesso.samplers.slots import SlotCache
@@ -291,18 +291,17 @@ class _FixedShapeDecoding(_Decoding):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         slots, device = len(self.buffers.count), self.model.device
-        self.idle = torch.ones(slots, dtype=torch.bool, device=device)
-        self.end = torch.tensor(sorted(self.model.end), device=device)
+        self.runs = torch.zeros(slots, dtype=torch.bool, device=device)  # the others are idle
+        self.end = torch.tensor(sorted(self.model.end), dtype=torch.long, device=device)
         self.state = torch.empty(0)  # (slots, D) of the last token of each
         # Lengths of finished responses, else 0; and the tokens sampled last.
         self.report = torch.zeros(2, slots, dtype=torch.long, device=device)
         self.turn: Callable[[], None] = self._turn
-        self.add_tokens = add_tokens_on(device.type)
         self.readback = _Readback(self.report)
 
     def _new_cache(self, like: PrefilledPrompt) -> SlotCache:
         self.cache = super()._new_cache(like)
-        self.state = like.state.new_zeros(len(self.idle), *like.state.shape)
+        self.state = like.state.new_zeros(len(self.runs), *like.state.shape)
         if self.model.recordable:
             self.turn = recorded(self._turn)  # all slots are idle, so no buffer changes
         return self.cache
@@ -310,7 +309,7 @@ class _FixedShapeDecoding(_Decoding):
     def _begin(self, slots: list[int], states: Tensor) -> None:
         at = self._index(slots)
         self.state[at] = states.to(self.state.dtype)
-        self.idle[at] = False
+        self.runs[at] = True
         self.readback.discard()
 
     def _step(self) -> None:
@@ -323,14 +322,11 @@ class _FixedShapeDecoding(_Decoding):
 
     def _turn(self) -> None:
         assert self.cache is not None
-        buffers, spec, place = self.buffers, self.spec, self.cache.place
         raw = self.model.raw_logits(self.state)
-        at = buffers.count.clamp(max=spec.max_tokens - 1)[:, None]
-        uniform = buffers.uniform.gather(1, at)[:, 0]
-        tokens, logp = sample_from_raw(raw, uniform, spec.temperature, self.model.allowed)
-        self.add_tokens(tokens, logp, at, self.idle, self.end, self.report, *buffers.of_turn)
+        slots = self.buffers, self.runs, self.end, self.report
+        add_next_tokens(raw, self.spec.temperature, self.model.allowed, *slots)
         self.state.copy_(self._forward())
-        place.lengths += ~self.idle
+        self.cache.place.lengths += self.runs
 
 
 class _Readback:

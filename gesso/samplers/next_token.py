@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gesso.devices import HAS_TRITON
 from gesso.models.tokens.head import tempered
+from gesso.samplers.buffers import Buffers
 
 BLOCK = 128
 """Ids per block: the search runs over blocks first, then within one."""
@@ -21,15 +22,38 @@ def sample_tokens(logits: Tensor, uniform: Tensor, greedy: bool) -> tuple[Tensor
     return tokens, logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
 
 
-def sample_from_raw(
-    raw: Tensor, uniform: Tensor, temperature: float, allowed: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`sample_tokens` from the head's raw logits, a temperature and the allowed ids."""
+def add_next_tokens(
+    raw: Tensor,
+    temperature: float,
+    allowed: Tensor,
+    buffers: Buffers,
+    runs: Tensor,
+    end: Tensor,
+    report: Tensor,
+) -> None:
+    """Samples a token for every slot from the head's raw logits, (slots, V), and adds it to the
+    slots that run: `Buffers.add_tokens`."""
     if raw.is_cuda and HAS_TRITON:
         from gesso.samplers import next_token_kernels
 
-        return next_token_kernels.sample_from_raw(raw, uniform, temperature, allowed, BLOCK)
-    return sample_tokens(tempered(raw, temperature, allowed), uniform, temperature == 0)
+        state = buffers, runs, end, report
+        next_token_kernels.add_next_tokens(raw, temperature, allowed, *state, BLOCK)
+    else:
+        add_next_tokens_by_torch(raw, temperature, allowed, buffers, runs, end, report)
+
+
+def add_next_tokens_by_torch(
+    raw: Tensor,
+    temperature: float,
+    allowed: Tensor,
+    buffers: Buffers,
+    runs: Tensor,
+    end: Tensor,
+    report: Tensor,
+) -> None:
+    uniform = buffers.uniform.gather(1, buffers.next_column)[:, 0]
+    logits = tempered(raw, temperature, allowed)
+    buffers.add_tokens(*sample_tokens(logits, uniform, temperature == 0), runs, end, report)
 
 
 def inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:

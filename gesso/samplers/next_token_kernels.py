@@ -1,6 +1,6 @@
-"""`next_token.sample_tokens` from raw logits, in Triton: reads them once and stores only sums of
-blocks. With the operations of torch, the probabilities of all ids pass through memory several
-times.
+"""`next_token.add_next_tokens` in Triton: reads the logits once and stores only sums of blocks; the
+program that chooses the token of a slot also updates its state. With the operations of torch, the
+probabilities of all ids pass through memory several times, and each update is a kernel.
 
     n sequences · V ids · C blocks of ids
 """
@@ -12,35 +12,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gesso.samplers.buffers import Buffers
+
 BLOCKS = 32
 """Blocks per program."""
 
 
-def sample_from_raw(
-    raw: Tensor, uniform: Tensor, temperature: float, allowed: Tensor, block: int
-) -> tuple[Tensor, Tensor]:
-    """(n, V) logits, (n,) float64 in [0, 1), (V,) bool, ids per block → (n,) ids and their
-    log-probs."""
+def add_next_tokens(
+    raw: Tensor,
+    temperature: float,
+    allowed: Tensor,
+    buffers: Buffers,
+    runs: Tensor,
+    end: Tensor,
+    report: Tensor,
+    block: int,
+) -> None:
+    """As `next_token.add_next_tokens`, with `block` ids per block."""
     n, ids = raw.shape
-    assert raw.is_contiguous() and allowed.is_contiguous() and uniform.is_contiguous()
-    assert uniform.dtype == torch.float64
-    count = triton.cdiv(ids, block)
-    tops = raw.new_empty(n, count, dtype=torch.float32)
-    sums = raw.new_empty(n, count, dtype=torch.float64)
-    tokens = raw.new_empty(n, dtype=torch.long)
-    logp = raw.new_empty(n, dtype=torch.float32)
-    greedy = temperature == 0
-    divisor = temperature or 1.0
+    slots, longest = buffers.tokens.shape
+    state = (
+        buffers.uniform, buffers.tokens, buffers.logp, buffers.count, buffers.limit, buffers.last,
+        buffers.position, runs.view(torch.uint8), end, report,
+    )  # fmt: skip
+    assert n == slots and end.dtype == torch.long
+    assert all(t.is_contiguous() for t in (raw, allowed, *state))
+    blocks = triton.cdiv(ids, block)
+    tops = raw.new_empty(n, blocks, dtype=torch.float32)
+    sums = raw.new_empty(n, blocks, dtype=torch.float64)
+    given = raw, allowed.view(torch.uint8), tops, sums, temperature or 1.0, ids, blocks
     with torch.cuda.device_of(raw):  # Triton launches on the current device
-        _sum_blocks[(n, triton.cdiv(count, BLOCKS))](
-            raw, allowed.view(torch.uint8), tops, sums, divisor, ids, count,
-            BLOCK=block, BLOCKS=BLOCKS, num_warps=4,
+        _sum_blocks[(n, triton.cdiv(blocks, BLOCKS))](
+            *given, BLOCK=block, BLOCKS=BLOCKS, num_warps=4,
         )  # fmt: skip
-        _choose[(n,)](
-            raw, allowed.view(torch.uint8), uniform, tops, sums, tokens, logp, divisor, ids, count,
-            BLOCK=block, COUNT=triton.next_power_of_2(count), GREEDY=greedy, num_warps=4,
+        _add_tokens[(n,)](
+            *given, *state, n, longest, len(end), BLOCK=block,
+            BLOCKS=triton.next_power_of_2(blocks), ENDS=triton.next_power_of_2(max(1, len(end))),
+            GREEDY=temperature == 0, num_warps=4,
         )  # fmt: skip
-    return tokens, logp
 
 
 @triton.jit
@@ -53,7 +62,7 @@ def _logits(raw, allowed, row, at, ids, divisor):
 
 @triton.jit
 def _sum_blocks(
-    raw, allowed, tops, sums, divisor, ids, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+    raw, allowed, tops, sums, divisor, ids, blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
     """The largest logit of each block, and Σ exp(logit − largest)."""
     row = tl.program_id(0).to(tl.int64)
@@ -63,8 +72,8 @@ def _sum_blocks(
     top = tl.max(logits, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp(logits - base[:, None]).to(tl.float64), 1)
-    tl.store(tops + row * count + block, top, block < count)
-    tl.store(sums + row * count + block, total, block < count)
+    tl.store(tops + row * blocks + block, top, block < blocks)
+    tl.store(sums + row * blocks + block, total, block < blocks)
 
 
 @triton.jit
@@ -78,15 +87,15 @@ def _first_above(shares, below, index):
 
 @triton.jit
 def _choose(
-    raw, allowed, uniform, tops, sums, tokens, logp, divisor, ids, count,
-    BLOCK: tl.constexpr, COUNT: tl.constexpr, GREEDY: tl.constexpr,
+    raw, allowed, tops, sums, divisor, ids, blocks, row, uniform,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    blocks = tl.arange(0, COUNT)
-    tops_here = tl.load(tops + row * count + blocks, blocks < count, other=float("-inf"))
+    """An id and its log-prob."""
+    index = tl.arange(0, BLOCKS)
+    tops_here = tl.load(tops + row * blocks + index, index < blocks, other=float("-inf"))
     top = tl.max(tops_here, 0)
     shares = tl.exp(tops_here - top).to(tl.float64)
-    shares *= tl.load(sums + row * count + blocks, blocks < count, other=0.0)
+    shares *= tl.load(sums + row * blocks + index, index < blocks, other=0.0)
     total = tl.sum(shares, 0)
     within = tl.arange(0, BLOCK)
     if GREEDY:
@@ -94,12 +103,44 @@ def _choose(
         logits = _logits(raw, allowed, row, block * BLOCK + within, ids, divisor)
         offset = tl.argmax(logits, 0)
     else:
-        below = tl.load(uniform + row) * total
-        block = _first_above(shares, below, blocks)
-        below = tl.maximum(below - tl.sum(tl.where(blocks < block, shares, 0.0), 0), 0.0)
+        below = uniform * total
+        block = _first_above(shares, below, index)
+        below = tl.maximum(below - tl.sum(tl.where(index < block, shares, 0.0), 0), 0.0)
         logits = _logits(raw, allowed, row, block * BLOCK + within, ids, divisor)
         offset = _first_above(tl.exp(logits - top).to(tl.float64), below, within)
     chosen = tl.max(tl.where(within == offset, logits, float("-inf")), 0)
     token = tl.minimum(block * BLOCK + offset, ids - 1)  # a maximum of NaN may be anywhere
-    tl.store(tokens + row, token.to(tl.int64))
-    tl.store(logp + row, chosen - (top + tl.log(total).to(tl.float32)))
+    return token.to(tl.int64), chosen - (top + tl.log(total).to(tl.float32))
+
+
+@triton.jit
+def _add_tokens(
+    raw, allowed, tops, sums, divisor, ids, blocks,
+    uniform, tokens, logp, count, limit, last, position, runs, end, report, slots, longest, ends,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ENDS: tl.constexpr, GREEDY: tl.constexpr,
+):  # fmt: skip
+    """One program per slot, which alone reads and writes its state. It loads all of it first: loads
+    after a store would wait for each other."""
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, ENDS)
+    end_ids = tl.load(end + index, index < ends, other=-1)
+    running = tl.load(runs + row) != 0
+    length, most = tl.load(count + row), tl.load(limit + row)
+    newest, place = tl.load(last + row), tl.load(position + row)
+    at = row * longest + tl.minimum(length, longest - 1)
+    token, token_logp = _choose(
+        raw, allowed, tops, sums, divisor, ids, blocks, row, tl.load(uniform + at),
+        BLOCK, BLOCKS, GREEDY,
+    )  # fmt: skip
+    tl.store(tokens + at, token, running)
+    tl.store(logp + at, token_logp, running)
+    newest = tl.where(running, token, newest)
+    length += running
+    tl.store(last + row, newest)
+    tl.store(position + row, place + running)
+    tl.store(count + row, length)
+    ended = tl.max((end_ids == token).to(tl.int32), 0) != 0
+    running = running & ~(ended | (length == most))
+    tl.store(runs + row, running.to(tl.uint8))
+    tl.store(report + row, tl.where(running, 0, length))
+    tl.store(report + slots + row, newest)

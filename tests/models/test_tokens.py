@@ -316,7 +316,7 @@ def test_segments_laid_flat(monkeypatch: Any) -> None:
     trees = [[200, 100, 0, 30], [12]]
     flat = attention.Flat.of(trees, torch.device("cpu"), torch.bfloat16)
     assert (flat.most_queries, flat.most_keys) == (256, 512)
-    assert len(flat.tokens) == 200 + 300 + 230 + 12
+    assert len(flat.repeats.tokens) == 200 + 300 + 230 + 12
     noise = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, 342, 8, generator=noise).bfloat16() for h in (4, 2, 2))
     monkeypatch.setattr(attention, "_flash", dense)

@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from gesso.config import Lora
 from gesso.models.tokens import head, stepping
-from gesso.samplers.next_token import sample_from_raw, sample_tokens
+from gesso.samplers.next_token import add_next_tokens, add_next_tokens_by_torch
 from gesso.samplers.slots import SlotCache
 from tests import tokens
+from tests.samplers.slots import Slots, assert_equal
 from tests.tokens import Tiny
 
 pytestmark = [
@@ -39,25 +40,40 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-@pytest.mark.parametrize("n, ids", [(5, 60), (3, 1000), (64, 151_936)])
-def test_next_tokens(n: int, ids: int, temperature: float) -> None:
+@pytest.mark.parametrize("n, ids, ends", [(18, 60, 0), (12, 1000, 1), (64, 151_936, 3)])
+def test_next_tokens(n: int, ids: int, ends: int, temperature: float) -> None:
     """Sums of probabilities differ in their last bits, so a uniform number close to a boundary may
     give the neighbouring token; none did when this was written."""
     torch.manual_seed(0)
     raw = random(n, ids, dtype=torch.bfloat16, scale=3.0)
     allowed = torch.rand(ids, device="cuda") > 0.3
     allowed[: ids // 3] = False  # whole blocks
-    uniform = torch.rand(n, dtype=torch.float64, device="cuda")
-    uniform[:2] = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    found, logp = sample_from_raw(raw, uniform, temperature, allowed)
-    logits = head.tempered(raw, temperature, allowed)
-    expected, expected_logp = sample_tokens(logits, uniform, temperature == 0)
-    assert allowed[found].all()
-    if temperature:
-        assert torch.equal(found, expected)
-    else:  # of equal logits, torch may take any
-        assert torch.equal(logits.gather(1, found[:, None]), logits.gather(1, expected[:, None]))
-    torch.testing.assert_close(logp, expected_logp, rtol=1e-5, atol=1e-5)
+    if not temperature:  # of equal logits, torch may take any
+        rows = torch.arange(n, device="cuda")
+        raw[rows, allowed.nonzero()[-1 - rows % 20, 0]] = 40.0
+    slots, given = Slots(n, 6, "cuda"), (raw, temperature, allowed)
+    none = torch.empty(0, dtype=torch.long, device="cuda")
+    without_end = slots.after(add_next_tokens_by_torch, *given, none)
+    end = without_end.end_ids(ends)
+    expected = slots.after(add_next_tokens_by_torch, *given, end)
+    assert (expected.runs != without_end.runs).any() == (ends > 0)
+    assert allowed[expected.buffers.last[slots.runs]].all()
+    found = slots.after(add_next_tokens, *given, end)
+    assert_equal(found, expected)
+    assert_equal(slots.after(add_next_tokens, *given, end), found, rounding=0.0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_logits_that_are_not_numbers(temperature: float) -> None:
+    """Their tokens are in the vocabulary: others would be read outside of the embedding."""
+    torch.manual_seed(0)
+    raw = random(18, 200, dtype=torch.float32)
+    raw[:, 150] = float("nan")
+    raw[::2] = float("nan")
+    allowed, end = torch.ones(200, dtype=torch.bool).cuda(), torch.tensor([3]).cuda()
+    slots = Slots(18, 6, "cuda")
+    tokens = slots.after(add_next_tokens, raw, temperature, allowed, end).buffers.last[slots.runs]
+    assert ((tokens >= 0) & (tokens < 200)).all()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])

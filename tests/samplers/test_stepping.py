@@ -13,6 +13,7 @@ from gesso.config import Lora, TokenModel
 from gesso.models.tokens import stepping
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.samplers import decode
+from gesso.samplers.buffers import Buffers
 from gesso.samplers.decode import DecodingSampler
 from tests import tokens
 from tests.samplers.test_decode import ROWS, SPEC, draw, gap
@@ -100,6 +101,27 @@ def test_a_slot_without_a_response_stays_where_it_is(
     responses = piece.trace.mask.sum(1).tolist()
     lengths = writing[0].cache.place.lengths.tolist()
     assert lengths == [p + r - 1 for p, r in zip(prompts, responses, strict=True)]
+
+
+def test_a_token_for_every_slot_that_runs() -> None:
+    """One goes on, one has sampled an id that ends it, one is at its limit; a full slot and an
+    empty one are idle. Without such ids, only limits end responses."""
+    for ends, still in (([9, 8], [1, 0, 0, 0, 0]), ([], [1, 1, 0, 0, 0])):
+        buffers = Buffers(5, 3, torch.device("cpu"))
+        buffers.count += torch.tensor([0, 1, 1, 3, 0])
+        buffers.limit += torch.tensor([3, 3, 2, 3, 3])
+        buffers.last += torch.tensor([1, 2, 3, 4, 5])
+        runs, report = torch.tensor([True, True, True, False, False]), torch.zeros(2, 5).long()
+        new, end = torch.tensor([7, 8, 7, 8, 7]), torch.tensor(ends, dtype=torch.long)
+        buffers.add_tokens(new, -new.float(), runs, end, report)
+        tokens = [[7, 0, 0], [0, 8, 0], [0, 7, 0], [0, 0, 0], [0, 0, 0]]
+        assert buffers.tokens.tolist() == tokens
+        assert buffers.logp.tolist() == (-buffers.tokens).tolist()
+        assert buffers.count.tolist() == [1, 2, 2, 3, 0]
+        assert buffers.position.tolist() == [1, 1, 1, 0, 0]
+        assert buffers.last.tolist() == [7, 8, 7, 4, 5]
+        assert runs.tolist() == still
+        assert report.tolist() == [[0, 0 if still[1] else 2, 2, 3, 0], [7, 8, 7, 4, 5]]
 
 
 def test_the_host_reads_one_turn_behind() -> None:

@@ -8,6 +8,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from gesso.models.flow.rotation import rotate
+from gesso.models.tokens.repeating import Repeats
 from gesso.weights.folded_linear import FoldedLinear, fold, fold_by_torch
 from tests.typed import sure
 
@@ -60,3 +61,21 @@ def test_rotation(shape: tuple[int, ...], per_sample: bool) -> None:
     strided = x.repeat_interleave(2, 1)[:, ::2]
     assert torch.equal(torch.ops.gesso.rotate(strided, rotation, False), results["cuda"][0])
     torch.library.opcheck(torch.ops.gesso.rotate, (x, rotation, False))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [(2, 128), (3, 40), (20, 128)])
+def test_gradients_of_repeated_keys(shape: tuple[int, int], compiled: bool) -> None:
+    """Tokens with one copy, with several, and without any."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 900, (3000,), device="cuda")
+    repeats = Repeats.of(tokens, 1000)
+    repeat = torch.compile(repeats, dynamic=True) if compiled else repeats
+    x = torch.randn(1000, *shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    grad = torch.randn(3000, *shape, dtype=torch.bfloat16, device="cuda")
+    assert torch.equal(repeat(x), x[tokens])
+    found, again = (torch.autograd.grad(repeat(x), x, grad)[0] for _ in "ab")
+    expected = torch.zeros(x.shape, dtype=torch.float64, device="cuda")
+    expected.index_put_((tokens,), grad.double(), accumulate=True)
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-6)
+    assert torch.equal(found, again) and not found[900:].any()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gesso.devices import to_device
+from gesso.models.tokens.repeating import Repeats
 
 NAME = "gesso"
 WINDOWS = "gesso_flash"
@@ -46,15 +47,15 @@ def segments_of(trees: Trees, device: torch.device, dtype: torch.dtype) -> Segme
 
 @dataclass(frozen=True)
 class Flat:
-    """Offsets of the queries and keys of each segment, and the token indices of the keys. The keys
-    of a response are those of its prompt and of the response itself.
+    """Offsets of the queries and keys of each segment. The keys of a response are those of its
+    prompt and of the response itself.
 
     Maximum lengths and the number of segments are rounded up: values that change from pass to pass
     would cause recompilation."""
 
     queries: Tensor  # (segments + 1,) int32
     keys: Tensor
-    tokens: Tensor  # (keys,) of all segments
+    repeats: Repeats  # of tokens as keys of all segments
     most_queries: int  # per segment
     most_keys: int
     dtype: torch.dtype  # half precision; under autocast some inputs are float32
@@ -78,13 +79,13 @@ class Flat:
             ends += [ends[-1]] * (-len(ends) % SEGMENTS)
         starts = to_device(torch.tensor([queries, keys], dtype=torch.int32), device)
         most_queries, most_keys = (-(-n // 256) * 256 for n in most)
-        joined = to_device(torch.cat(tokens), device)
-        return Flat(starts[0], starts[1], joined, most_queries, most_keys, dtype)
+        repeats = Repeats.of(to_device(torch.cat(tokens), device), start)
+        return Flat(starts[0], starts[1], repeats, most_queries, most_keys, dtype)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         q, k, v = (t[0].transpose(0, 1).to(self.dtype) for t in (query, key, value))  # (T, h, d)
         starts = self.queries, self.keys, self.most_queries, self.most_keys
-        return _flash(q, k[self.tokens], v[self.tokens], *starts, True, scaling)[None]
+        return _flash(q, self.repeats(k), self.repeats(v), *starts, True, scaling)[None]
 
 
 @dataclass(frozen=True)

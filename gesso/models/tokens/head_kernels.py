@@ -13,6 +13,8 @@ from torch import Tensor
 
 AT_ONCE = 2048
 """Ids that are read at a time."""
+STAGES = 3
+"""Reads that are in flight."""
 LOWEST = tl.constexpr(-1e30)  # finite: the difference of two −∞ is not a number
 
 
@@ -27,22 +29,24 @@ def scored(
     shares = torch.empty_like(raw)
     with torch.cuda.device_of(raw):  # Triton launches on the current device
         _scored[(n,)](
-            raw, tokens, allowed.view(torch.uint8), logp, entropy, shares, temperature or 1.0, ids,
-            AT_ONCE=AT_ONCE, num_warps=8,
+            raw, tokens, allowed.view(torch.uint8), logp, entropy, shares, 1 / (temperature or 1.0),
+            ids, AT_ONCE=AT_ONCE, STAGES=STAGES, num_warps=8,
         )  # fmt: skip
     return logp, entropy, shares
 
 
 @triton.jit
-def _logits(raw, allowed, at, ids, divisor):
-    """Tempered logits, 0 for ids that are not allowed; and which are."""
+def _logits(raw, allowed, at, ids, factor):
+    """Logits times a factor, 0 for ids that are not allowed; and which are."""
     kept = tl.load(allowed + at, at < ids, other=0) != 0
-    return tl.load(raw + at, kept, other=0.0).to(tl.float32) / divisor, kept
+    logits = tl.load(raw + at, at < ids, other=0.0).to(tl.float32) * factor
+    return tl.where(kept, logits, 0.0), kept
 
 
 @triton.jit
 def _scored(
-    raw, tokens, allowed, logp, entropy, shares, divisor, ids, AT_ONCE: tl.constexpr
+    raw, tokens, allowed, logp, entropy, shares, factor, ids,
+    AT_ONCE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program per position. Every lane has its own running maximum, so that lanes need not wait
     for each other before the end."""
@@ -52,8 +56,8 @@ def _scored(
     top = tl.full((AT_ONCE,), LOWEST, tl.float32)
     total = tl.zeros((AT_ONCE,), tl.float32)  # Σ exp(logit − top)
     weighted = tl.zeros((AT_ONCE,), tl.float32)  # Σ logit · exp(logit − top)
-    for start in range(0, ids, AT_ONCE):
-        logits, kept = _logits(raw, allowed, start + tl.arange(0, AT_ONCE), ids, divisor)
+    for start in tl.range(0, ids, AT_ONCE, num_stages=STAGES):
+        logits, kept = _logits(raw, allowed, start + tl.arange(0, AT_ONCE), ids, factor)
         value = tl.where(kept, logits, LOWEST)
         smaller = tl.exp(-tl.abs(value - top))  # of the two exponentials, the other is 1
         fade = tl.where(value > top, smaller, 1.0)
@@ -67,13 +71,13 @@ def _scored(
     weighted *= fade
     norm = tl.sum(total, 0)
     logsumexp = highest + tl.log(norm)
-    for start in range(0, ids, AT_ONCE):
+    for start in tl.range(0, ids, AT_ONCE, num_stages=STAGES):
         at = start + tl.arange(0, AT_ONCE)
-        logits, kept = _logits(raw, allowed, at, ids, divisor)
+        logits, kept = _logits(raw, allowed, at, ids, factor)
         share = tl.where(kept, tl.exp(logits - logsumexp), 0.0)
         tl.store(shares + at, share.to(shares.dtype.element_ty), at < ids)
     token = tl.load(tokens + row)
-    value = tl.load(raw + token).to(tl.float32) / divisor
+    value = tl.load(raw + token).to(tl.float32) * factor
     value = tl.where(tl.load(allowed + token) != 0, value, float("-inf"))
     tl.store(logp + row, value - logsumexp)
     tl.store(entropy + row, logsumexp - tl.sum(weighted, 0) / norm)

@@ -197,15 +197,15 @@ class VisionLanguage(TransformerModel):
         embeds = self.module.get_input_embeddings()(sequences.ids)[None]  # (1, T, D)
         self._encode_new_images(distinct(sequences.prompts).values())
         encoded = {
-            key: self.features(prompt)
+            key: self._features_of_images(prompt)
             for key, prompt in distinct(sequences.prompts).items()
             if prompt.grid is not None
         }
         if not encoded:
             return {"inputs_embeds": embeds}
         per_prompt = [encoded[id(p)] for p in sequences.prompts if id(p) in encoded]
-        cached = torch.cat(per_prompt, 1)  # (1 + deep, tokens, D)
-        features = to_device(cached, self.device).to(embeds.dtype)
+        moved = [to_device(image, self.device) for images in per_prompt for image in images]
+        features = torch.cat(moved, 1).to(embeds.dtype)  # (1 + deep, tokens, D)
         kinds = []
         for prompt, (_, *after) in zip(sequences.prompts, sequences.lengths, strict=True):
             kinds += [prompt.kinds, torch.zeros(sum(after), dtype=torch.long)]
@@ -218,8 +218,11 @@ class VisionLanguage(TransformerModel):
         """Features of the prompt's images, (1 + deep, tokens, D): embeddings and DeepStack layers.
         On a CPU images are encoded one by one: in a batch their last bits would depend on each
         other, and a resumed run would differ from an uninterrupted one."""
+        return torch.cat(self._features_of_images(prompt), 1)
+
+    def _features_of_images(self, prompt: TokenPrompt) -> list[Tensor]:
         assert prompt.grid is not None
-        return torch.cat([self._image_features(prompt, i) for i in range(len(prompt.grid))], 1)
+        return [self._image_features(prompt, i) for i in range(len(prompt.grid))]
 
     def tower_features(self, prompt: TokenPrompt) -> list[Tensor]:
         """Features of each image of the prompt, in one pass of the tower and without the cache."""
