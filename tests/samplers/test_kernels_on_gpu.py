@@ -179,14 +179,16 @@ def test_attention_over_long_pasts(groups: int, sharing: int, width: int) -> Non
         keys, values = (random(n, groups, 1000, width, dtype=torch.bfloat16) for _ in "kv")
         lengths = torch.linspace(0, 999, n, device="cuda").long()
         lengths[1:4] = torch.tensor([63, 64, 65])
-        exact = keys.float(), values.float()
+        exact = keys.double(), values.double()
         bias = random(size, dtype=torch.bfloat16)
-        found = step_kernels.attend(heads, bias, None, 1e-6, cos, sin, keys, values, lengths, 0.2)
-        new = (heads.sum(0) + bias).bfloat16().view(n, -1, width)
-        turned = stepping.rotated(new[:, :-groups], cos[:, None], sin[:, None], groups, None, 0.0)
-        query, key = turned[:, :-groups].float(), turned[:, -groups:].float()
-        value = new[:, -groups:].float()
-        expected = stepping.attend(query, key, value, exact[0], exact[1], lengths, 0.2)
+        given = heads, bias, None, 1e-6, cos, sin, keys, values, lengths, 0.2
+        found, again = step_kernels.attend(*given), step_kernels.attend(*given)
+        assert torch.equal(found, again)
+        new = (heads.sum(0) + bias).bfloat16().double().view(n, -1, width)
+        turns = cos[:, None].double(), sin[:, None].double()
+        turned = stepping.rotated(new[:, :-groups], *turns, groups, None, 0.0).bfloat16().double()
+        query, key, value = turned[:, :-groups], turned[:, -groups:], new[:, -groups:]
+        expected = stepping.attend(query, key, value, *exact, lengths, 0.2)
         assert error(found, expected) <= 1e-2
         for written, reference in zip((keys, values), exact, strict=True):
             assert error(written, reference) <= 1e-3
