@@ -32,9 +32,7 @@ class Repeats:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, …) → (K, …)"""
-        if x.is_cuda and HAS_TRITON:
-            return _Repeated.apply(x, self.tokens, self.copies, self.starts)
-        return x[self.tokens]
+        return _Repeated.apply(x, self.tokens, self.copies, self.starts)
 
 
 class _Repeated(torch.autograd.Function):
@@ -50,11 +48,16 @@ class _Repeated(torch.autograd.Function):
 
 @torch.library.custom_op("gesso::sum_copies", mutates_args=())
 def _summed(x: Tensor, copies: Tensor, starts: Tensor) -> Tensor:
-    from gesso.models.tokens import repeating_kernels
+    """(K, …) → (T, …), added up in float32"""
+    if x.is_cuda and HAS_TRITON:
+        from gesso.models.tokens import repeating_kernels
 
-    return repeating_kernels.summed(x, copies, starts)
+        return repeating_kernels.summed(x, copies, starts)
+    total = x.new_zeros(len(starts) - 1, *x.shape[1:], dtype=torch.float32)
+    token = torch.arange(len(total), device=x.device).repeat_interleave(starts.diff())
+    return total.index_add_(0, token, x[copies].float()).to(x.dtype)
 
 
 @_summed.register_fake
 def _(x: Tensor, copies: Tensor, starts: Tensor) -> Tensor:
-    return x.new_empty(len(starts) - 1, *x.shape[1:])
+    return x.new_empty(starts.shape[0] - 1, *x.shape[1:])  # `len` would make it a constant
