@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from gesso.models.tokens import head
 from gesso.models.tokens.feature_cache import FeatureCache
 from gesso.models.tokens.vision_language import VisionLanguage
 from gesso.rollout import Rollout
+from gesso.samplers import decode
 from gesso.samplers.base import Piece
 from gesso.samplers.decode import DecodingSampler
 from gesso.traces.pieces import widened
@@ -44,7 +46,6 @@ from gesso.traces.tokens import TokenTrace
 from gesso.types import Prompt, PromptImage, ResponseSpec, Score
 
 ZOO = Path(__file__).parents[1] / "gesso" / "zoo" / "shapes"
-ROUNDS = 3  # of which the fastest counts, for the time of a decoding step
 BANDWIDTH = 4.8e12  # bytes/s of an H200, according to NVIDIA
 GAP = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # mean |Δ log-prob| between sampler and learner
 TEXTS = {
@@ -242,11 +243,7 @@ def sample_ours(bench: Bench, model: VisionLanguage) -> list[Piece[TokenTrace]]:
 
         first, _ = bench.timed(lambda: call(4))
         graphs = compiled()
-        # Encoding the prompts varies by more than a hundred decoding steps take.
-        short, long = (
-            min(bench.timed(partial(call, n))[0] for _ in range(ROUNDS)) for n in (4, size.tokens)
-        )
-        step = (long - short) / (size.tokens - 4) * batch / len(rows)
+        step = seconds_a_step(bench, lambda: call(size.tokens))
         model.feature_cache = FeatureCache()  # images are new in every iteration
         seconds, pieces = bench.timed(lambda: call(size.tokens))
         bench.figures[f"ours_{batch}"] = {
@@ -257,7 +254,6 @@ def sample_ours(bench: Bench, model: VisionLanguage) -> list[Piece[TokenTrace]]:
             "share_with_past": (weights + past_bytes(bench, model, batch)) / BANDWIDTH / step,
             "seconds": seconds,
             "first_call_s": first,
-            "four_tokens_s": short,
             "compiled_later": compiled() - graphs,
             "peak_gb": bench.peak_gb,
         }
@@ -265,11 +261,32 @@ def sample_ours(bench: Bench, model: VisionLanguage) -> list[Piece[TokenTrace]]:
     return pieces
 
 
+def seconds_a_step(bench: Bench, call: Callable[[], Any]) -> float:
+    """Of the decoding steps of a call, without the first and the last ones. What is done before and
+    after them varies by more than a hundred steps take."""
+    on_gpu = bench.device.type == "cuda"
+    kind = decode._FixedShapeDecoding if on_gpu else decode._Decoding
+    plain, marks = kind._step, list[Any]()
+
+    def step(decoding: Any) -> None:
+        plain(decoding)
+        marks.append(torch.cuda.Event(enable_timing=True) if on_gpu else time.perf_counter())
+        if on_gpu:
+            marks[-1].record()
+
+    with patch.object(kind, "_step", step):
+        call()
+    bench.sync()
+    first, last = marks[len(marks) // 8], marks[-1 - len(marks) // 8]
+    steps = len(marks) - 1 - len(marks) // 8 * 2
+    return (first.elapsed_time(last) / 1e3 if on_gpu else last - first) / steps
+
+
 def past_bytes(bench: Bench, model: VisionLanguage, batch: int) -> float:
     """Keys and values that a decoding step reads, on average over the timed steps."""
     decoder, width = model.decoder.config, model.decoder.layers[0].self_attn.head_dim
     token = 2 * decoder.num_hidden_layers * decoder.num_key_value_heads * width
-    past = len(model.encode(prompts(bench.size)[0])) + (4 + bench.size.tokens) / 2
+    past = len(model.encode(prompts(bench.size)[0])) + bench.size.tokens / 2
     return batch * past * token * bench.dtype.itemsize
 
 
