@@ -858,6 +858,20 @@ MUTANTS = [
         "tests/samplers/test_stepping.py -k same_responses",
     ),
     Mutant(
+        "a-graph-per-number-of-tokens",
+        "gesso/models/tokens/repeating.py",
+        "starts.shape[0] - 1, *x.shape[1:])",
+        "len(starts) - 1, *x.shape[1:])",
+        "tests/models/test_repeating.py",
+    ),
+    Mutant(
+        "only-one-copy-of-a-key-has-a-gradient",
+        "gesso/models/tokens/repeating.py",
+        "total.index_add_(0, token, x[copies].float())",
+        "total.index_copy_(0, token, x[copies].float())",
+        "tests/models/test_repeating.py",
+    ),
+    Mutant(
         "drawn-tokens-at-the-wrong-place",
         "gesso/samplers/buffers.py",
         "torch.where(runs[:, None], values[:, None], buffer.gather(1, at))",
