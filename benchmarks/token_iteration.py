@@ -229,7 +229,9 @@ def ceilings(bench: Bench) -> None:
 
 def sample_ours(bench: Bench, model: VisionLanguage) -> list[Piece[TokenTrace]]:
     size, batch_prompts = bench.size, prompts(bench.size)
-    weights = sum(p.numel() for p in model.decoder.parameters()) * bench.dtype.itemsize
+    numbers = sum(p.numel() for p in model.decoder.parameters())
+    numbers -= sum(p.numel() for p in model.policy.trainable.values())  # are folded
+    weights = numbers * bench.dtype.itemsize
     pieces: list[Piece[TokenTrace]] = []
     for batch in size.batches:
         bench.fresh()
@@ -262,8 +264,8 @@ def sample_ours(bench: Bench, model: VisionLanguage) -> list[Piece[TokenTrace]]:
 
 
 def seconds_a_step(bench: Bench, call: Callable[[], Any]) -> float:
-    """Of the decoding steps of a call, without the first and the last ones. What is done before and
-    after them varies by more than a hundred steps take."""
+    """Of the decoding steps of a call, without the first and the last eighth. What is done before
+    and after the steps varies by tens of milliseconds."""
     on_gpu = bench.device.type == "cuda"
     kind = decode._FixedShapeDecoding if on_gpu else decode._Decoding
     plain, marks = kind._step, list[Any]()

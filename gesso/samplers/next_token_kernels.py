@@ -119,8 +119,9 @@ def _add_tokens(
     uniform, tokens, logp, count, limit, last, position, runs, end, report, slots, longest, ends,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ENDS: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip
-    """One program per slot, which alone reads and writes its state. It loads all of it first: loads
-    after a store would wait for each other."""
+    """One program per slot, which alone reads and writes its state. Every warp loads all of it
+    before the reductions of `_choose`, and it is stored after them: otherwise a warp could read
+    what another one has already stored."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, ENDS)
     end_ids = tl.load(end + index, index < ends, other=-1)

@@ -204,6 +204,7 @@ class VisionLanguage(TransformerModel):
         if not encoded:
             return {"inputs_embeds": embeds}
         per_prompt = [encoded[id(p)] for p in sequences.prompts if id(p) in encoded]
+        # One by one: to join them on the CPU takes longer than to copy them.
         moved = [to_device(image, self.device) for images in per_prompt for image in images]
         features = torch.cat(moved, 1).to(embeds.dtype)  # (1 + deep, tokens, D)
         kinds = []
