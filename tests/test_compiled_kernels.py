@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.samplers.slots import Slots
-
 pytestmark = [
     pytest.mark.triton,
     pytest.mark.skipif(
@@ -151,11 +149,12 @@ def test_the_vocabulary(temperature: float, compiling: Any) -> None:
 @pytest.mark.parametrize("n, longest, ends", [(64, 4096, 2), (512, 4096, 5), (64, 1, 0)])
 def test_next_tokens(n: int, longest: int, ends: int, temperature: float, compiling: Any) -> None:
     from gesso.samplers import next_token_kernels
+    from gesso.samplers.buffers import Buffers
 
     compiling(next_token_kernels, "_sum_blocks", "_add_tokens")
     raw, allowed = empty(n, 151_936), empty(151_936, dtype=torch.bool)
-    slots, end = Slots(n, longest), empty(ends, dtype=torch.long)
-    slots.after(next_token_kernels.add_next_tokens, raw, temperature, allowed, end, 128)
+    buffers = Buffers(n, longest, torch.device("cpu"), range(ends))
+    next_token_kernels.add_next_tokens(raw, temperature, allowed, buffers, 128)
 
 
 @pytest.mark.parametrize("rank", [16, 32, 300])

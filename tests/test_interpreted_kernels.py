@@ -22,7 +22,7 @@ from gesso.samplers import next_token
 from gesso.samplers.slots import SlotCache
 from gesso.weights.folded_linear import FoldedLinear, fold_by_torch
 from tests import tokens
-from tests.samplers.slots import Slots, assert_equal
+from tests.samplers.slots import after, assert_equal, end_ids, filled
 from tests.tokens import Tiny, stirred
 from tests.typed import sure
 
@@ -169,14 +169,14 @@ def test_next_tokens(n: int, ids: int, ends: int, temperature: float, dtype: tor
     raw = (torch.randn(n, ids) * 3).to(dtype)
     allowed = torch.rand(ids) > 0.3
     allowed[: ids // 3] = False  # whole blocks
-    slots, given = Slots(n, 6), (raw, temperature, allowed)
+    buffers, given = filled(n, 6), (raw, temperature, allowed)
     by_torch = next_token.add_next_tokens_by_torch
-    without_end = slots.after(by_torch, *given, torch.empty(0, dtype=torch.long))
-    end = without_end.end_ids(ends)
-    expected = slots.after(by_torch, *given, end)
+    without_end = after(buffers, torch.empty(0, dtype=torch.long), by_torch, *given)
+    end = end_ids(ends, without_end)
+    expected = after(buffers, end, by_torch, *given)
     assert (expected.runs != without_end.runs).any() == (ends > 0)
-    assert expected.runs.any() and allowed[expected.buffers.last[slots.runs]].all()
-    found = slots.after(next_token_kernels.add_next_tokens, *given, end, next_token.BLOCK)
+    assert expected.runs.any() and allowed[expected.last[buffers.runs]].all()
+    found = after(buffers, end, next_token_kernels.add_next_tokens, *given, next_token.BLOCK)
     assert_equal(found, expected)
 
 

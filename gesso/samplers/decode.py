@@ -133,7 +133,7 @@ class _Decoding:
             self._resume(begun)
         self.pending = Counter(self.row[i] for i in self.waiting)  # prompt → its waiting samples
         self.prefilled: dict[int, PrefilledPrompt] = {}  # prompts with waiting samples
-        self.buffers = Buffers(slots, spec.max_tokens, self.model.device)
+        self.buffers = Buffers(slots, spec.max_tokens, self.model.device, self.model.end)
         self.cache: SlotCache | None = None  # created with the first prompt, which gives the shape
 
     def _resume(self, begun: Begun) -> None:
@@ -290,18 +290,13 @@ class _FixedShapeDecoding(_Decoding):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        slots, device = len(self.buffers.count), self.model.device
-        self.runs = torch.zeros(slots, dtype=torch.bool, device=device)  # the others are idle
-        self.end = torch.tensor(sorted(self.model.end), dtype=torch.long, device=device)
         self.state = torch.empty(0)  # (slots, D) of the last token of each
-        # Lengths of finished responses, else 0; and the tokens sampled last.
-        self.report = torch.zeros(2, slots, dtype=torch.long, device=device)
         self.turn: Callable[[], None] = self._turn
-        self.readback = _Readback(self.report)
+        self.readback = _Readback(self.buffers.report)
 
     def _new_cache(self, like: PrefilledPrompt) -> SlotCache:
         self.cache = super()._new_cache(like)
-        self.state = like.state.new_zeros(len(self.runs), *like.state.shape)
+        self.state = like.state.new_zeros(len(self.buffers.runs), *like.state.shape)
         if self.model.recordable:
             self.turn = recorded(self._turn)  # all slots are idle, so no buffer changes
         return self.cache
@@ -309,7 +304,7 @@ class _FixedShapeDecoding(_Decoding):
     def _begin(self, slots: list[int], states: Tensor) -> None:
         at = self._index(slots)
         self.state[at] = states.to(self.state.dtype)
-        self.runs[at] = True
+        self.buffers.runs[at] = True
         self.readback.discard()
 
     def _step(self) -> None:
@@ -323,10 +318,9 @@ class _FixedShapeDecoding(_Decoding):
     def _turn(self) -> None:
         assert self.cache is not None
         raw = self.model.raw_logits(self.state)
-        slots = self.buffers, self.runs, self.end, self.report
-        add_next_tokens(raw, self.spec.temperature, self.model.allowed, *slots)
+        add_next_tokens(raw, self.spec.temperature, self.model.allowed, self.buffers)
         self.state.copy_(self._forward())
-        self.cache.place.lengths += self.runs
+        self.cache.place.lengths += self.buffers.runs
 
 
 class _Readback:

@@ -22,38 +22,23 @@ def sample_tokens(logits: Tensor, uniform: Tensor, greedy: bool) -> tuple[Tensor
     return tokens, logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
 
 
-def add_next_tokens(
-    raw: Tensor,
-    temperature: float,
-    allowed: Tensor,
-    buffers: Buffers,
-    runs: Tensor,
-    end: Tensor,
-    report: Tensor,
-) -> None:
+def add_next_tokens(raw: Tensor, temperature: float, allowed: Tensor, buffers: Buffers) -> None:
     """Samples a token for every slot from the head's raw logits, (slots, V), and adds it to the
     slots that run: `Buffers.add_tokens`."""
     if raw.is_cuda and HAS_TRITON:
         from gesso.samplers import next_token_kernels
 
-        state = buffers, runs, end, report
-        next_token_kernels.add_next_tokens(raw, temperature, allowed, *state, BLOCK)
+        next_token_kernels.add_next_tokens(raw, temperature, allowed, buffers, BLOCK)
     else:
-        add_next_tokens_by_torch(raw, temperature, allowed, buffers, runs, end, report)
+        add_next_tokens_by_torch(raw, temperature, allowed, buffers)
 
 
 def add_next_tokens_by_torch(
-    raw: Tensor,
-    temperature: float,
-    allowed: Tensor,
-    buffers: Buffers,
-    runs: Tensor,
-    end: Tensor,
-    report: Tensor,
+    raw: Tensor, temperature: float, allowed: Tensor, buffers: Buffers
 ) -> None:
     uniform = buffers.uniform.gather(1, buffers.next_column)[:, 0]
     logits = tempered(raw, temperature, allowed)
-    buffers.add_tokens(*sample_tokens(logits, uniform, temperature == 0), runs, end, report)
+    buffers.add_tokens(*sample_tokens(logits, uniform, temperature == 0))
 
 
 def inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:

@@ -19,23 +19,16 @@ BLOCKS = 32
 
 
 def add_next_tokens(
-    raw: Tensor,
-    temperature: float,
-    allowed: Tensor,
-    buffers: Buffers,
-    runs: Tensor,
-    end: Tensor,
-    report: Tensor,
-    block: int,
+    raw: Tensor, temperature: float, allowed: Tensor, buffers: Buffers, block: int
 ) -> None:
     """As `next_token.add_next_tokens`, with `block` ids per block."""
     n, ids = raw.shape
-    slots, longest = buffers.tokens.shape
+    (slots, longest), ends = buffers.tokens.shape, len(buffers.end)
     state = (
         buffers.uniform, buffers.tokens, buffers.logp, buffers.count, buffers.limit, buffers.last,
-        buffers.position, runs.view(torch.uint8), end, report,
+        buffers.position, buffers.runs.view(torch.uint8), buffers.end, buffers.report,
     )  # fmt: skip
-    assert n == slots and end.dtype == torch.long
+    assert n == slots
     assert all(t.is_contiguous() for t in (raw, allowed, *state))
     blocks = triton.cdiv(ids, block)
     tops = raw.new_empty(n, blocks, dtype=torch.float32)
@@ -46,8 +39,8 @@ def add_next_tokens(
             *given, BLOCK=block, BLOCKS=BLOCKS, num_warps=4,
         )  # fmt: skip
         _add_tokens[(n,)](
-            *given, *state, n, longest, len(end), BLOCK=block,
-            BLOCKS=triton.next_power_of_2(blocks), ENDS=triton.next_power_of_2(max(1, len(end))),
+            *given, *state, n, longest, ends, BLOCK=block,
+            BLOCKS=triton.next_power_of_2(blocks), ENDS=triton.next_power_of_2(max(1, ends)),
             GREEDY=temperature == 0, num_warps=4,
         )  # fmt: skip
 

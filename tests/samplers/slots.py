@@ -14,59 +14,56 @@ ABOVE_ALL = 1 - 2**-53
 """The largest uniform number."""
 
 
-class Slots:
+def filled(n: int, longest: int, device: str = "cpu") -> Buffers:
     """Slots that run have no token, some, or all but one; idle slots have none, some or all. One
     slot has the smallest uniform numbers and one the largest: where the last id is improbable, the
     largest may give one of its neighbours."""
-
-    def __init__(self, n: int, longest: int, device: str = "cpu") -> None:
-        half = longest // 2
-        running = [(0, longest), (1, longest), (longest - 1, longest), (1, half), (half - 1, half)]
-        idle = [(0, longest), (1, longest), (longest, longest), (half, half)]
-        order = torch.randperm(n) % (len(running) + len(idle))
-        count, limit = torch.tensor(running + idle)[order].T
-        random = {
-            "tokens": torch.randint(50, (n, longest)),
-            "logp": -torch.rand(n, longest),
-            "uniform": torch.rand(n, longest, dtype=torch.float64),
-            "last": torch.randint(50, (n,)),
-            "position": torch.randint(50, (n,)),
-        }
-        self.buffers = Buffers(n, longest, torch.device(device))
-        for name, values in (random | {"count": count, "limit": limit}).items():
-            vars(self.buffers)[name].copy_(values)
-        self.runs = (order < len(running)).to(device)
-        first, second = self.runs.nonzero()[:2]
-        self.buffers.uniform[first], self.buffers.uniform[second] = 0.0, ABOVE_ALL
-        self.report = torch.randint(50, (2, n), device=device)
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        return vars(self.buffers) | {"runs": self.runs, "report": self.report}
-
-    def after(
-        self,
-        add_next_tokens: Callable[..., None],
-        raw: Tensor,
-        temperature: float,
-        allowed: Tensor,
-        end: Tensor,
-        *more: int,
-    ) -> Slots:
-        """The slots after a turn of one implementation; these stay as they are."""
-        slots = deepcopy(self)
-        state = slots.buffers, slots.runs, end, slots.report
-        add_next_tokens(raw, temperature, allowed, *state, *more)
-        return slots
-
-    def end_ids(self, n: int) -> Tensor:
-        """n ids; the last of them is the last token of a slot that runs."""
-        last = self.buffers.last[self.runs][0]
-        return torch.arange(1 - n, 1, device=last.device) + last
+    half = longest // 2
+    running = [(0, longest), (1, longest), (longest - 1, longest), (1, half), (half - 1, half)]
+    idle = [(0, longest), (1, longest), (longest, longest), (half, half)]
+    order = torch.randperm(n) % (len(running) + len(idle))
+    count, limit = torch.tensor(running + idle)[order].T
+    runs = order < len(running)
+    uniform = torch.rand(n, longest, dtype=torch.float64)
+    first, second = runs.nonzero()[:2]
+    uniform[first], uniform[second] = 0.0, ABOVE_ALL
+    values = {
+        "tokens": torch.randint(50, (n, longest)),
+        "logp": -torch.rand(n, longest),
+        "uniform": uniform,
+        "count": count,
+        "limit": limit,
+        "last": torch.randint(50, (n,)),
+        "position": torch.randint(50, (n,)),
+        "runs": runs,
+        "report": torch.randint(50, (2, n)),
+    }
+    buffers = Buffers(n, longest, torch.device(device))
+    for name, value in values.items():
+        vars(buffers)[name].copy_(value)
+    return buffers
 
 
-def assert_equal(found: Slots, expected: Slots, rounding: float = 1e-5) -> None:
+def after(
+    buffers: Buffers, end: Tensor, add_next_tokens: Callable[..., None], *given: object
+) -> Buffers:
+    """The buffers after a turn of one implementation; these stay as they are. `given`: logits,
+    temperature and allowed ids."""
+    turned = deepcopy(buffers)
+    turned.end = end
+    raw, temperature, allowed, *more = given
+    add_next_tokens(raw, temperature, allowed, turned, *more)
+    return turned
+
+
+def end_ids(n: int, buffers: Buffers) -> Tensor:
+    """n ids; the last of them is the last token of a slot that runs."""
+    last = buffers.last[buffers.runs][0]
+    return torch.arange(1 - n, 1, device=last.device) + last
+
+
+def assert_equal(found: Buffers, expected: Buffers, rounding: float = 1e-5) -> None:
     """`rounding`: of log-probs."""
-    for name, values in expected.state.items():
+    for name, values in vars(expected).items():
         tolerance = rounding if name == "logp" else 0.0
-        torch.testing.assert_close(found.state[name], values, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(vars(found)[name], values, rtol=tolerance, atol=tolerance)

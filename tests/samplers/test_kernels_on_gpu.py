@@ -13,7 +13,7 @@ from gesso.models.tokens import head, stepping
 from gesso.samplers.next_token import add_next_tokens, add_next_tokens_by_torch
 from gesso.samplers.slots import SlotCache
 from tests import tokens
-from tests.samplers.slots import Slots, assert_equal
+from tests.samplers.slots import after, assert_equal, end_ids, filled
 from tests.tokens import Tiny
 
 pytestmark = [
@@ -51,16 +51,16 @@ def test_next_tokens(n: int, ids: int, ends: int, temperature: float) -> None:
     if not temperature:  # of equal logits, torch may take any
         rows = torch.arange(n, device="cuda")
         raw[rows, allowed.nonzero()[-1 - rows % 20, 0]] = 40.0
-    slots, given = Slots(n, 6, "cuda"), (raw, temperature, allowed)
+    buffers, given = filled(n, 6, "cuda"), (raw, temperature, allowed)
     none = torch.empty(0, dtype=torch.long, device="cuda")
-    without_end = slots.after(add_next_tokens_by_torch, *given, none)
-    end = without_end.end_ids(ends)
-    expected = slots.after(add_next_tokens_by_torch, *given, end)
+    without_end = after(buffers, none, add_next_tokens_by_torch, *given)
+    end = end_ids(ends, without_end)
+    expected = after(buffers, end, add_next_tokens_by_torch, *given)
     assert (expected.runs != without_end.runs).any() == (ends > 0)
-    assert allowed[expected.buffers.last[slots.runs]].all()
-    found = slots.after(add_next_tokens, *given, end)
+    assert allowed[expected.last[buffers.runs]].all()
+    found = after(buffers, end, add_next_tokens, *given)
     assert_equal(found, expected)
-    assert_equal(slots.after(add_next_tokens, *given, end), found, rounding=0.0)
+    assert_equal(after(buffers, end, add_next_tokens, *given), found, rounding=0.0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
@@ -71,8 +71,8 @@ def test_logits_that_are_not_numbers(temperature: float) -> None:
     raw[:, 150] = float("nan")
     raw[::2] = float("nan")
     allowed, end = torch.ones(200, dtype=torch.bool).cuda(), torch.tensor([3]).cuda()
-    slots = Slots(18, 6, "cuda")
-    tokens = slots.after(add_next_tokens, raw, temperature, allowed, end).buffers.last[slots.runs]
+    buffers = filled(18, 6, "cuda")
+    tokens = after(buffers, end, add_next_tokens, raw, temperature, allowed).last[buffers.runs]
     assert ((tokens >= 0) & (tokens < 200)).all()
 
 

@@ -107,21 +107,21 @@ def test_a_token_for_every_slot_that_runs() -> None:
     """One goes on, one has sampled an id that ends it, one is at its limit; a full slot and an
     empty one are idle. Without such ids, only limits end responses."""
     for ends, still in (([9, 8], [1, 0, 0, 0, 0]), ([], [1, 1, 0, 0, 0])):
-        buffers = Buffers(5, 3, torch.device("cpu"))
+        buffers = Buffers(5, 3, torch.device("cpu"), ends)
         buffers.count += torch.tensor([0, 1, 1, 3, 0])
         buffers.limit += torch.tensor([3, 3, 2, 3, 3])
         buffers.last += torch.tensor([1, 2, 3, 4, 5])
-        runs, report = torch.tensor([True, True, True, False, False]), torch.zeros(2, 5).long()
-        new, end = torch.tensor([7, 8, 7, 8, 7]), torch.tensor(ends, dtype=torch.long)
-        buffers.add_tokens(new, -new.float(), runs, end, report)
+        buffers.runs[:3] = True
+        new = torch.tensor([7, 8, 7, 8, 7])
+        buffers.add_tokens(new, -new.float())
         tokens = [[7, 0, 0], [0, 8, 0], [0, 7, 0], [0, 0, 0], [0, 0, 0]]
         assert buffers.tokens.tolist() == tokens
         assert buffers.logp.tolist() == (-buffers.tokens).tolist()
         assert buffers.count.tolist() == [1, 2, 2, 3, 0]
         assert buffers.position.tolist() == [1, 1, 1, 0, 0]
         assert buffers.last.tolist() == [7, 8, 7, 4, 5]
-        assert runs.tolist() == still
-        assert report.tolist() == [[0, 0 if still[1] else 2, 2, 3, 0], [7, 8, 7, 4, 5]]
+        assert buffers.runs.tolist() == still
+        assert buffers.report.tolist() == [[0, 0 if still[1] else 2, 2, 3, 0], [7, 8, 7, 4, 5]]
 
 
 def test_the_host_reads_one_turn_behind() -> None:
