@@ -95,7 +95,8 @@ def test_the_end_of_workers_is_noticed_within_two_seconds_and_made_good_within_t
         replaced.append(time.monotonic())
 
     monkeypatch.setattr(workers.Workers, "restart", restart)
-    left = at_moments(monkeypatch, MOMENTS, kill)
+    # Scores arrive at once: without a condition, "update" would follow before the loss is noticed.
+    left = at_moments(monkeypatch, MOMENTS, kill, when=lambda: len(replaced) == len(killed))
     data, restarts = language_recipe(language, {"name": "grpo"}), len(MOMENTS)
     disturbed = go(data, tmp_path / "run", 1 + len(node), restarts=restarts)
     assert not left
