@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from gesso import build, run
 from gesso.check import size_of
 from gesso.config import PACKAGE, Cluster, Recipe, tables
 from gesso.estimate import estimate, usable
+from gesso.memory.sharded import Shards
 from gesso.plan import gpus
 from gesso.plan.gpus import Gpu
 from gesso.plan.planner import Planner
@@ -27,7 +29,7 @@ from gesso.samplers.base import Piece
 from gesso.traces.flow import FlowTrace
 from gesso.track.progress import SILENT
 from gesso.types import Prompt, Score, UserError
-from gesso.weights.layout import Layout
+from gesso.weights.layout import Layout, Sharding
 from tests import real_size
 from tests.memory.test_peaks import SMALL, measured_peak, memory_events, shallow  # noqa: F401 a pipeline
 from tests.shapes import write_configs
@@ -77,12 +79,23 @@ def test_more_ranks_hold_less(shallow: Path) -> None:  # noqa: F811
 
 
 def test_a_plan_has_the_memory_of_each_row(shallow: Path) -> None:  # noqa: F811
-    common = [f"model.path={shallow}", *ALL, "sampler.batch=1"]
+    """On a GPU: on a CPU the memory of sums depends on the number of workers anyway."""
+    common = [f"model.path={shallow}", *ALL, "sampler.batch=1", "model.dtype=bfloat16"]
     scaling = planner(recipe(*common, workers=4)).plan(4).scaling
     by_workers = {option.workers: option.memory["worker"] for option in scaling}
     for n in (1, 4):
         assert by_workers[n] == estimate(recipe(*common, workers=n)).peak
     assert by_workers[1] > by_workers[4]
+
+
+@pytest.mark.parametrize("on_gpu, blocks", [(False, 2), (True, 3)])
+def test_one_block_is_gathered_while_another_arrives(on_gpu: bool, blocks: int) -> None:
+    network = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(7, 7), nn.Linear(3, 3))
+    divided = Sharding(network, [network[0], network[1]])
+    shards = Shards.of(divided, list(network[1].parameters()), Layout(2, 2, False), on_gpu)
+    block, rest = 4 * 25, 4 * (9 + 3)
+    assert shards.gathered == rest + blocks * block
+    assert shards.gathered_with_gradients == 2 * rest + (blocks + 2) * block
 
 
 def peak_of(work: Callable[[], object]) -> float:
