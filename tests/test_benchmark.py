@@ -90,6 +90,30 @@ def token_iteration() -> Iterator[ModuleType]:
     yield from script("token_iteration")
 
 
+def test_a_decoding_step_is_timed_within_a_call(
+    token_iteration: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encoding, the first steps and the last ones take longer, and do not count."""
+    clock = [0.0]
+
+    def spend(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(token_iteration.time, "perf_counter", lambda: clock[0])
+    decoding = token_iteration.decode._Decoding
+    lengths = iter([50.0, 9.0, 9.0, *[2.0] * 17, 9.0, 9.0])
+    monkeypatch.setattr(decoding, "_step", lambda self: spend(next(lengths)))
+
+    def call() -> None:
+        spend(100.0)
+        for _ in range(22):
+            decoding._step(None)
+        spend(100.0)
+
+    bench = token_iteration.Bench(None, None, torch.device("cpu"), torch.float32)
+    assert token_iteration.seconds_a_step(bench, call) == 2.0
+
+
 @pytest.mark.slow
 def test_an_iteration_of_language_models(
     token_iteration: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,7 @@ TYPES = {
     torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int64: "i64",
     torch.uint8: "u8",
 }  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 
 
 class Compiling:
@@ -143,6 +143,18 @@ def test_the_vocabulary(temperature: float, compiling: Any) -> None:
     compiling(head_kernels, "_scored")
     raw, allowed = empty(64, 151_936), empty(151_936, dtype=torch.bool)
     head_kernels.scored(raw, empty(64, dtype=torch.long), temperature, allowed)
+
+
+def test_spilled_registers_are_found() -> None:
+    from gesso.models.tokens import head_kernels
+
+    raw, ids = empty(64, 151_936), empty(64, dtype=torch.long)
+    numbers = empty(64, dtype=torch.float32)
+    tensors = raw, ids, empty(151_936, dtype=torch.uint8), numbers, numbers, raw
+    with pytest.raises(AssertionError, match="spilled"):
+        Compiling(head_kernels._scored).launch(
+            *tensors, 1.5, 151_936, AT_ONCE=2048, STAGES=3, num_warps=8, maxnreg=24
+        )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
